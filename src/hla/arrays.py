@@ -1,0 +1,221 @@
+"""The one place that knows how array libraries differ.
+
+Everything else in the core is written in the Array API standard and gets its namespace, `xp`, passed in.
+Importing this module imports no array framework: `array_api_compat` looks at ``sys.modules`` only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import array_api_compat
+
+from hla.errors import DTypeError, MixedArrayError, message
+
+Array: TypeAlias = Any
+"""An array of any library with an Array API namespace."""
+Namespace: TypeAlias = Any
+"""The Array API namespace of a library, by convention called `xp`."""
+DType: TypeAlias = Any
+Device: TypeAlias = Any
+
+FLOATING = ("float16", "bfloat16", "float32", "float64")
+INTEGER = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+_namespaces: dict[type, tuple[Namespace, str]] = {}
+_dtype_names: dict[Any, str] = {}
+
+
+def _is_refused_subclass(x: Any) -> bool:
+    """np.matrix multiplies differently and masked arrays drop their mask in matmul: both would be silently wrong."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(x, (numpy.matrix, numpy.ma.MaskedArray))
+
+
+def _lookup(x: Any, argument: str) -> tuple[Namespace, str]:
+    kind = type(x)
+    found = _namespaces.get(kind)
+    if found is not None:
+        return found
+    if _is_refused_subclass(x):
+        raise DTypeError(
+            message(
+                argument, "a plain array", f"{kind.__module__}.{kind.__qualname__}", "Pass numpy.asarray(...) of it."
+            )
+        )
+    try:
+        xp = array_api_compat.array_namespace(x, use_compat=None)
+    except TypeError:
+        raise DTypeError(
+            message(
+                argument,
+                "an array of NumPy, PyTorch, JAX, CuPy or another library with an Array API namespace",
+                f"{kind.__module__}.{kind.__qualname__}",
+                "Convert it first, e.g. numpy.asarray(..., dtype=numpy.float32).",
+            )
+        ) from None
+    if kind.__module__.partition(".")[0] == "numpy" and not hasattr(x, "shape"):
+        raise DTypeError(message(argument, "an array", repr(x), "Pass an array."))
+    found = _namespaces[kind] = (xp, _family(xp))
+    return found
+
+
+def _family(xp: Namespace) -> str:
+    name: str = xp.__name__
+    return name.removeprefix("array_api_compat.").partition(".")[0]
+
+
+def namespace(x: Any, argument: str = "array") -> Namespace:
+    """The Array API namespace of `x`; DTypeError when it has none or is a kind of array that is refused."""
+    return _lookup(x, argument)[0]
+
+
+def family(x: Any) -> str:
+    """The library of `x` by name: "numpy", "torch", "jax", "cupy", "array_api_strict", …"""
+    return _lookup(x, "array")[1]
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` belongs to a library with an Array API namespace (Python and NumPy scalars do not count)."""
+    if isinstance(x, (bool, int, float, complex, str, list, tuple, type(None))):
+        return False
+    return type(x) in _namespaces or (hasattr(x, "shape") and array_api_compat.is_array_api_obj(x))
+
+
+def dtype_name(dtype: DType) -> str:
+    """`dtype` by its common name, for every library ("float32" for ``torch.float32`` too)."""
+    name = _dtype_names.get(dtype)
+    if name is None:
+        name = getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
+        _dtype_names[dtype] = name
+    return name
+
+
+def device(x: Array) -> Device:
+    """The device of `x`, or None where it has none to speak of (under a JAX transformation)."""
+    if family(x) == "numpy":
+        return None
+    if is_traced(x):
+        return None
+    return array_api_compat.device(x)
+
+
+def same_library_and_device(reference: Array, argument: str, **others: Array) -> None:
+    """MixedArrayError unless all arrays are of one library and, where both are known, on one device."""
+    library = family(reference)
+    where = device(reference)
+    for name, x in others.items():
+        if _lookup(x, name)[1] != library:
+            raise MixedArrayError(
+                message(
+                    name,
+                    f"an array of the same library as {argument} ({library})",
+                    family(x),
+                    f"Convert one of them, e.g. through DLPack: {library}'s from_dlpack({name}).",
+                )
+            )
+        if where is None:
+            continue
+        elsewhere = device(x)
+        if elsewhere is not None and elsewhere != where:
+            raise MixedArrayError(
+                message(
+                    name, f"an array on the device of {argument} ({where})", f"{elsewhere}", f"Move {name} to {where}."
+                )
+            )
+
+
+def is_traced(x: Any) -> bool:
+    """Whether `x` stands for values that are not known yet (a JAX tracer, a torch fake or functorch tensor)."""
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.core.Tracer):
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return bool(
+            torch.compiler.is_compiling()
+            or x.is_meta
+            or torch._C._functorch.is_functorch_wrapped_tensor(x)
+            or isinstance(x, torch._subclasses.FakeTensor)
+        )
+    return False
+
+
+def is_numpy(xp: Namespace) -> bool:
+    """Whether `xp` is NumPy, where values are at hand and writing into an array is plain."""
+    return _family(xp) == "numpy"
+
+
+def host_integers(x: Any) -> list[int] | None:
+    """The values of a one-dimensional integer array as a list, or None while they are not known (traced)."""
+    if is_traced(x):
+        return None
+    return [int(i) for i in (x.tolist() if hasattr(x, "tolist") else x)]
+
+
+def cast(xp: Namespace, x: Array, dtype: DType) -> Array:
+    """`x` in `dtype`, itself where it already is."""
+    return x if x.dtype == dtype else xp.astype(x, dtype, copy=False)
+
+
+def convert_option(xp: Namespace, x: Any, like: Array) -> Array:
+    """An option array for a call on `like`: NumPy arrays are host data that any library may take, others pass through."""
+    if family(x) == "numpy" and not is_numpy(xp):
+        where = device(like)
+        return xp.asarray(x) if where is None else xp.asarray(x, device=where)
+    return x
+
+
+def moveaxis(xp: Namespace, x: Array, source: int, target: int) -> Array:
+    """`x` with axis `source` moved to `target` (a view where the library has views)."""
+    if source == target:
+        return x
+    return xp.moveaxis(x, source, target)
+
+
+def transpose(xp: Namespace, x: Array) -> Array:
+    """The last two axes swapped."""
+    return xp.matrix_transpose(x)
+
+
+def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The common shape by the Array API's broadcasting rules; ValueError where there is none."""
+    rank = max((len(s) for s in shapes), default=0)
+    result = [1] * rank
+    for shape in shapes:
+        for i, size in enumerate(shape, rank - len(shape)):
+            if size == 1 or size == result[i]:
+                continue
+            if result[i] != 1:
+                raise ValueError(f"shapes {shapes} do not broadcast together")
+            result[i] = size
+    return tuple(result)
+
+
+def sum_to(xp: Namespace, x: Array, shape: tuple[int, ...]) -> Array:
+    """`x` summed over the axes along which `shape` was broadcast to it: the adjoint of broadcasting."""
+    extra = x.ndim - len(shape)
+    if extra:
+        x = xp.sum(x, axis=tuple(range(extra)), dtype=x.dtype)
+    axes = tuple(i for i, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if want == 1 and have != 1)
+    return xp.sum(x, axis=axes, keepdims=True, dtype=x.dtype) if axes else x
+
+
+def loaded(module: str) -> ModuleType | None:
+    """The module if some code has imported it already; never imports."""
+    return sys.modules.get(module)
+
+
+def leaves(tree: Any) -> Iterator[Array]:
+    """The arrays of a nest of tuples, lists and dicts, in order."""
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from leaves(value)
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from leaves(value)
+    elif tree is not None:
+        yield tree

@@ -1,0 +1,57 @@
+"""Backend "numpy": the Array API core. It runs every form on any namespace and is what other backends are tested against."""
+
+from __future__ import annotations
+
+from hla import bidirectional, chunkwise, gradients, packing, parallel, recurrent, scanwise
+from hla.arrays import Array, broadcast_shapes
+from hla.backends.registry import Backend, BackendSpec
+from hla.gradients import ProblemGradients
+from hla.problem import Problem, States
+
+FORMS = {"recurrent": recurrent.run, "scan": scanwise.run, "chunkwise": chunkwise.run, "parallel": parallel.run}
+
+
+def run(problem: Problem) -> tuple[Array, States]:
+    """Output and final states of any problem."""
+    if problem.cu_seqlens is not None:
+        return packing.run(problem, run)
+    if problem.length == 0:
+        return _empty(problem), problem.initial_states()
+    if problem.program.spec.mask == "none":
+        return bidirectional.run(problem), {}
+    return FORMS[plain_form(problem)](problem)
+
+
+def plain_form(problem: Problem) -> str:
+    """The form that runs: as asked, or for "auto" chunkwise, but for a single token recurrent."""
+    if problem.form != "auto":
+        return problem.form
+    return "recurrent" if problem.length == 1 and problem.program.spec.mask != "none" else "chunkwise"
+
+
+def _empty(problem: Problem) -> Array:
+    batch = broadcast_shapes(*(tuple(x.shape[:-2]) for x in (problem.q, problem.k, problem.v)))
+    placed = {} if problem.device is None else {"device": problem.device}
+    return problem.xp.zeros((*batch, 0, problem.v.shape[-1]), dtype=problem.v.dtype, **placed)
+
+
+def pull(problem: Problem, d_output: Array, d_final: States | None) -> ProblemGradients:
+    """The gradient of `run` applied to cotangents of output and final states."""
+    if problem.cu_seqlens is not None:
+        return packing.pull(problem, d_output, d_final, pull)
+    if problem.length == 0:
+        return gradients.pull_empty(problem, d_final)
+    return gradients.pull(problem, d_output, d_final)
+
+
+def backend() -> Backend:
+    """The registry's entry."""
+    spec = BackendSpec(
+        name="numpy",
+        families=("*",),
+        description="the Array API reference; runs any namespace",
+        forms=("recurrent", "scan", "chunkwise", "parallel"),
+        gradients=True,
+        priority=0,
+    )
+    return Backend(spec=spec, load=lambda operator: run, load_gradient=lambda operator: pull, plain_form=plain_form)

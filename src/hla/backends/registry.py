@@ -1,0 +1,291 @@
+"""What a backend is, and which backends there are. Choosing among them is `hla.backends.selection`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import importlib.util
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+from hla.arrays import FLOATING, Array
+from hla.errors import OptionError, UnknownBackendError, message
+from hla.family import OPERATORS
+from hla.problem import Problem, Runner, States
+
+ENTRY_POINTS = "hla.backends"
+Gradient: TypeAlias = "Callable[[Problem, Array, States | None], Any]"
+
+
+class Verdict(NamedTuple):
+    """Yes or no, and why."""
+
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a backend may look at to say whether it can run a call. There are no arrays in it, and no lengths: verdicts
+    are cached, for all batch shapes and all T at once."""
+
+    operator: str
+    family: str
+    """library of the arrays: "numpy", "torch", "jax", "cupy", "array_api_strict", …"""
+    dtypes: tuple[str, str, str]
+    """of q, k, v"""
+    device: str
+    """as the library prints it, "" where there is none to speak of"""
+    d: int
+    dv: int
+    rank: int
+    """the largest number of axes among q, k, v"""
+    form: str
+    """as asked, possibly "auto" """
+    needs_grad: bool | None
+    """None where it cannot be known"""
+    traced: bool
+    """whether values are hidden by a transformation"""
+    options: frozenset[str]
+    """names of the options in use, e.g. {"decay", "cu_seqlens", "normalize"}; mask and definition as "mask=prefix" """
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """What a backend says of itself.
+
+    Attributes:
+        name: how it is chosen.
+        families: libraries whose arrays it takes, "*" for any.
+        description: one line for `hla info`.
+        requires: importable packages it needs.
+        extra: the extra of this distribution that installs them (or a plug-in's own requirement, see `pip`).
+        pip: the pip argument that installs what is missing; by default ``hla[extra]``.
+        operators: operators it can run.
+        forms: forms it can run.
+        dtypes: dtypes it takes.
+        gradients: whether it can differentiate, by the library's own means or for `hla.vjp`.
+        priority: among backends that can run a call, the highest wins.
+    """
+
+    name: str
+    families: tuple[str, ...]
+    description: str = ""
+    requires: tuple[str, ...] = ()
+    extra: str = ""
+    pip: str = ""
+    operators: tuple[str, ...] = OPERATORS
+    forms: tuple[str, ...] = ("chunkwise",)
+    dtypes: tuple[str, ...] = FLOATING
+    gradients: bool = True
+    priority: int = 0
+
+    @property
+    def install(self) -> str:
+        """The command that installs what the backend needs."""
+        return f'pip install "{self.pip or (f"hla[{self.extra}]" if self.extra else " ".join(self.requires))}"'
+
+
+def _yes_probe() -> Verdict:
+    return Verdict(True, "available")
+
+
+def _yes_supports(call: Call) -> Verdict:
+    return Verdict(True, "supported")
+
+
+def _form_as_asked(problem: Problem) -> str:
+    return "chunkwise" if problem.form == "auto" else problem.form
+
+
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """A backend: its spec and the functions that do the work.
+
+    Attributes:
+        spec: what it says of itself.
+        load: operator → a function that runs a `Problem` and returns (output (*batch, T, dv), final states by
+            symbol). Called once per operator; a framework is imported here, not before.
+        load_gradient: operator → a function (problem, d_output, d_final) → `hla.gradients.ProblemGradients`, for
+            `hla.vjp`; None when the backend has none of its own.
+        probe: whether it can work on this machine (may import); asked once, after `requires` were found.
+        supports: whether it can run a call, beyond what the spec says. Exceptions in it are not caught.
+        plain_form: the form that "auto" stands for on a problem.
+    """
+
+    spec: BackendSpec
+    load: Callable[[str], Runner]
+    load_gradient: Callable[[str], Gradient] | None = None
+    probe: Callable[[], Verdict] = _yes_probe
+    supports: Callable[[Call], Verdict] = _yes_supports
+    plain_form: Callable[[Problem], str] = _form_as_asked
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def availability(self) -> Verdict:
+        """Whether the backend can work on this machine; asked once."""
+        found = self._memo.get("availability")
+        if found is None:
+            missing = [name for name in self.spec.requires if importlib.util.find_spec(name) is None]
+            if missing:
+                found = Verdict(False, f"not installed: {', '.join(missing)} ({self.spec.install})")
+            else:
+                found = self.probe()
+            self._memo["availability"] = found
+        return found  # type: ignore[no-any-return]
+
+    @property
+    def installed(self) -> bool:
+        """Whether all required packages are there."""
+        return all(importlib.util.find_spec(name) is not None for name in self.spec.requires)
+
+    def verdict(self, call: Call, gradient: bool = False) -> Verdict:
+        """Whether the backend can run a call, with the reason."""
+        spec = self.spec
+        available = self.availability()
+        if not available.ok:
+            return available
+        if "*" not in spec.families and call.family not in spec.families:
+            return Verdict(False, f"takes {' and '.join(spec.families)} arrays, not {call.family}")
+        if call.operator not in spec.operators:
+            return Verdict(False, f"has no {call.operator}")
+        if call.form != "auto" and call.form not in spec.forms:
+            return Verdict(False, f"has the forms {', '.join(spec.forms)}, not {call.form}")
+        for dtype in call.dtypes:
+            if dtype not in spec.dtypes:
+                return Verdict(False, f"takes {', '.join(spec.dtypes)}, not {dtype}")
+        if call.needs_grad and not spec.gradients:
+            return Verdict(False, "has no gradients")
+        if gradient and self.load_gradient is None:
+            return Verdict(False, "has no gradient for hla.vjp")
+        return self.supports(call)
+
+    def runner(self, operator: str) -> Runner:
+        """The function that runs an operator; loaded once."""
+        found = self._memo.get(operator)
+        if found is None:
+            found = self._memo[operator] = self.load(operator)
+        return found  # type: ignore[no-any-return]
+
+    def gradient(self, operator: str) -> Gradient:
+        """The function behind `hla.vjp`; loaded once."""
+        key = ("gradient", operator)
+        found = self._memo.get(key)
+        if found is None:
+            assert self.load_gradient is not None
+            found = self._memo[key] = self.load_gradient(operator)
+        return found  # type: ignore[no-any-return]
+
+
+_lock = threading.Lock()
+_registry: Mapping[str, Backend] = MappingProxyType({})
+_complete = False
+generation = 0
+"""Grows with every registration: caches of choices hold it in their keys."""
+
+
+def register_backend(backend: Backend, *, replace: bool = False) -> None:
+    """Make a backend known under its spec's name.
+
+    Args:
+        backend: see `Backend`.
+        replace: allow the name to be taken already.
+
+    Raises:
+        OptionError: the name is taken, is no identifier, or is reserved ("auto").
+
+    Example:
+        >>> import hla
+        >>> from hla.backends import Backend, BackendSpec, registered
+        >>> spec = BackendSpec(name="mirror", families=("numpy",), forms=("chunkwise",), priority=-1)
+        >>> hla.register_backend(Backend(spec=spec, load=registered()["numpy"].load))
+        >>> "mirror" in hla.backends.available()
+        True
+        >>> hla.backends.unregister_backend("mirror")
+    """
+    name = backend.spec.name
+    if not name.isidentifier() or name == "auto":
+        raise OptionError(message("name", "an identifier other than auto", repr(name), "Rename the backend."))
+    registered()
+    _add({name: backend}, replace)
+
+
+def unregister_backend(name: str) -> None:
+    """Forget a backend; UnknownBackendError when there is none of that name."""
+    global _registry, generation
+    get(name)
+    with _lock:
+        _registry = MappingProxyType({n: b for n, b in _registry.items() if n != name})
+        generation += 1
+
+
+def _add(more: Mapping[str, Backend], replace: bool) -> None:
+    global _registry, generation
+    with _lock:
+        taken = sorted(more.keys() & _registry.keys())
+        if taken and not replace:
+            raise OptionError(
+                message("name", "a new name", f"{taken[0]!r}, which is taken", "Pass replace=True to replace.")
+            )
+        _registry = MappingProxyType({**_registry, **more})
+        generation += 1
+
+
+def registered() -> Mapping[str, Backend]:
+    """All backends by name: an immutable snapshot. The first call loads the built-in ones and the entry points."""
+    global _complete, _registry, generation
+    if _complete:
+        return _registry
+    from hla.backends import builtin
+
+    found = {**builtin(), **_from_entry_points()}
+    with _lock:
+        if not _complete:
+            _registry = MappingProxyType({**found, **_registry})
+            generation += 1
+            _complete = True
+    return _registry
+
+
+def _from_entry_points() -> dict[str, Backend]:
+    """Backends of installed plug-ins; one that fails to load stays in the list with its error as the reason."""
+    result: dict[str, Backend] = {}
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            made = point.load()
+            backend = made() if callable(made) else made
+            if not isinstance(backend, Backend):
+                raise TypeError(f"{point.value} is {type(backend).__name__}, not hla.backends.Backend")
+        except Exception as error:  # any fault of a plug-in must reach its user as a reason, not break the others
+            backend = _broken(point.name, f"plug-in {point.value} failed to load: {type(error).__name__}: {error}")
+        result[point.name] = backend
+    return result
+
+
+def _broken(name: str, reason: str) -> Backend:
+    def load(operator: str) -> Runner:
+        raise RuntimeError(reason)
+
+    return Backend(
+        spec=BackendSpec(name=name, families=("*",), description=reason, priority=-100),
+        load=load,
+        probe=lambda: Verdict(False, reason),
+    )
+
+
+def get(name: str) -> Backend:
+    """The backend of that name; UnknownBackendError with the closest name when there is none."""
+    found = registered().get(name)
+    if found is None:
+        raise unknown(name)
+    return found
+
+
+def unknown(name: Any) -> UnknownBackendError:
+    """The error for a name that is not registered."""
+    names = sorted(registered())
+    close = difflib.get_close_matches(str(name), [*names, "auto"], n=1)
+    hint = f"Did you mean {close[0]!r}?" if close else "Register it with hla.register_backend, or choose one of these."
+    return UnknownBackendError(message("backend", f"one of {', '.join([*names, 'auto'])}", repr(name), hint))

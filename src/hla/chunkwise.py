@@ -1,0 +1,157 @@
+r"""Form "chunkwise": C tokens at a time, states carried from chunk to chunk (math, "Chunkwise form").
+
+For every read and state of a program (`hla.family`), with Γ from `hla.decays`:
+
+    read    r_t = Σ_{j in chunk} Γ(t,j)^p (a_t·b_j) c_j + Γ(t,−1)^p a_tᵀ X_in
+    state   X_out = Γ(C−1,−1)^p X_in + Σ_j Γ(C−1,j)^p b_j c_jᵀ
+
+All stages of an operator run inside one chunk, so no stage's result of length T is ever in memory. `chunk` below is
+also what form "parallel" (one chunk of T tokens) and form "scan" (all chunks at once) are made of.
+"""
+
+from __future__ import annotations
+
+from hla.arrays import Array, Namespace, broadcast_shapes, is_numpy, transpose
+from hla.decays import Decay, Decays
+from hla.family import Program, state_order
+from hla.loops import Tokens, fold
+from hla.problem import Problem, States
+
+DEFAULT_CHUNK = 64
+
+
+def run(problem: Problem) -> tuple[Array, States]:
+    """The output (*batch, T, dv) and the final states, chunk by chunk."""
+    decays = Decays.of(problem)
+
+    def body(states: States, tokens: Tokens, _: None) -> tuple[States, Tokens, None]:
+        states, output = advance(problem, decays, states, tokens)
+        return states, {"o": output}, None
+
+    states, outputs, _ = fold(
+        problem.xp,
+        body,
+        problem.initial_states(),
+        token_arrays(problem),
+        problem.length,
+        problem.chunk_size or default_chunk(problem),
+    )
+    return outputs["o"], states
+
+
+def default_chunk(problem: Problem) -> int:
+    """Tokens per chunk where the caller leaves it open; measured in benchmarks/chunk_size.py."""
+    if is_numpy(problem.xp):
+        return 32
+    return DEFAULT_CHUNK
+
+
+def token_arrays(problem: Problem) -> Tokens:
+    """Everything with a time axis."""
+    return {
+        "q": problem.q,
+        "k": problem.k,
+        "v": problem.v,
+        "log_decay": None if problem.constant else problem.log_decay,
+        "token_mask": problem.token_mask,
+        "starts": problem.starts,
+    }
+
+
+def advance(problem: Problem, decays: Decays, states: States, tokens: Tokens) -> tuple[States, Array]:
+    """States and finished output after one more chunk."""
+    mask = tokens["token_mask"]
+    streams = problem.streams(tokens["q"], tokens["k"], tokens["v"], mask)
+    log_decay = problem.masked_log_decay(tokens["log_decay"], mask)
+    decay = decays.chunk(int(streams["v"].shape[-2]), log_decay, tokens["starts"])
+    states = chunk(problem.xp, problem.program, decay, states, streams)
+    return states, problem.finish(streams, mask)
+
+
+def chunk(xp: Namespace, program: Program, decay: Decay, states: States, streams: dict[str, Array]) -> States:
+    """One chunk of a program: adds the result of every read to `streams`, returns the states after the chunk."""
+    scores: dict[tuple[str, str, int, bool], Array] = {}
+    following: States = {}
+    for symbol, step in state_order(program):
+        state = program.state(symbol)
+        if step is not None:
+            key = (step.query, state.key, state.power, step.strict)
+            if key not in scores:
+                scores[key] = _scores(xp, decay, streams[step.query], streams[state.key], state.power, step.strict)
+            streams[step.result] = _read(
+                xp,
+                decay,
+                scores[key],
+                streams[step.query],
+                streams[state.key],
+                streams[state.value],
+                states[symbol],
+                state.power,
+                step.strict,
+            )
+        if symbol not in following:
+            following[symbol] = accumulate(
+                xp, decay, states[symbol], streams[state.key], streams[state.value], state.power
+            )
+    return following
+
+
+def _scores(xp: Namespace, decay: Decay, query: Array, key: Array, power: int, strict: bool) -> Array:
+    """Γ(t,j)^p (a_t·b_j), exactly 0 where t does not see j."""
+    raw = xp.matmul(query, transpose(xp, key))
+    pairs = decay.pairs(power, strict)
+    if decay.resets:  # an overflowing product across a boundary must not become 0·inf
+        return xp.where(pairs == 0, xp.zeros_like(raw), raw * pairs)
+    return raw * pairs
+
+
+def _read(
+    xp: Namespace,
+    decay: Decay,
+    scores: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    state: Array,
+    power: int,
+    strict: bool,
+) -> Array:
+    inter = xp.matmul(query, state)
+    into = decay.into(power, strict)
+    if into is not None:
+        inter = inter * into if not decay.resets else xp.where(into == 0, xp.zeros_like(inter), inter * into)
+    if not decay.resets:
+        return xp.matmul(scores, value) + inter
+    value, spoilt = _separate_non_finite(xp, key, value)
+    result = xp.matmul(scores, value) + inter
+    if spoilt is None:
+        return result
+    # A token that holds NaN or inf spoils just the tokens that see it; 0·NaN in the product would spoil the others.
+    scores_seen = xp.astype(decay.pairs(power, strict) != 0, spoilt.dtype)
+    hit = xp.matmul(scores_seen, spoilt) > 0
+    return xp.where(hit, xp.asarray(float("nan"), dtype=result.dtype), result)
+
+
+def _separate_non_finite(xp: Namespace, key: Array, value: Array) -> tuple[Array, Array | None]:
+    """`value` with the rows of non-finite tokens set to 0, and which rows those are (*b, C, 1); None for none."""
+    good = xp.logical_and(
+        xp.all(xp.isfinite(key), axis=-1, keepdims=True), xp.all(xp.isfinite(value), axis=-1, keepdims=True)
+    )
+    if is_numpy(xp) and bool(xp.all(good)):
+        return value, None
+    return xp.where(good, value, xp.zeros_like(value)), xp.astype(xp.logical_not(good), value.dtype)
+
+
+def accumulate(xp: Namespace, decay: Decay, state: Array, key: Array, value: Array, power: int) -> Array:
+    """The state after the chunk."""
+    out, through = decay.out(power), decay.through(power)
+    if out is not None:
+        if decay.resets:  # a token before a boundary may hold NaN: leave it out instead of multiplying it by 0
+            value = xp.where(out == 0, xp.zeros_like(value), value)
+            key = xp.where(out == 0, xp.zeros_like(key), key * out)
+        else:
+            key = key * out
+    added = xp.matmul(transpose(xp, key), value)
+    if through is not None:
+        state = state * through if not decay.resets else xp.where(through == 0, xp.zeros_like(state), state * through)
+    return state + added

@@ -1,0 +1,136 @@
+r"""The decay factors Γ of one chunk.
+
+Γ(t,j) = Π_{s=j+1..t} γ_s for j ≤ t. Everything is built from log-decays summed over exactly the tokens in between:
+
+    D[t, j] = Σ_{s=j+1..t} log γ_s,        column j = −1 standing for the state carried into the chunk,
+
+one cumulative sum per column instead of the difference c_t − c_j of two running sums. A difference of large sums
+loses digits, and −∞ − −∞ is NaN; a sum that contains −∞ is just −∞, and exp of it the exact 0 of a reset.
+Packed boundaries are kept apart from the log-decays: they clear also what a strict read would see, and no NaN in a
+log-decay may jump over them.
+"""
+
+from __future__ import annotations
+
+from hla.arrays import Array, Device, DType, Namespace
+from hla.problem import Problem
+
+
+class Decays:
+    """Makes the factors of one chunk after another; what does not depend on the tokens is computed once."""
+
+    def __init__(self, xp: Namespace, dtype: DType, device: Device, constant: Array | None) -> None:
+        self.xp, self.dtype = xp, dtype
+        self.placed = {} if device is None else {"device": device}
+        self._constant = constant
+        self._grids: dict[int, tuple[Array, Array, dict[bool, Array]]] = {}
+        self._memo: dict[int, Decay] = {}
+
+    @classmethod
+    def of(cls, problem: Problem) -> Decays:
+        """For the chunks of one problem."""
+        return cls(problem.xp, problem.dtype, problem.device, problem.log_decay if problem.constant else None)
+
+    def chunk(self, length: int, log_decay: Array | None, starts: Array | None) -> Decay:
+        """The factors of a chunk. log_decay: (*b, C, 1) per token, or None; starts: bool (*b, C, 1), or None."""
+        if log_decay is None and starts is None:
+            if length not in self._memo:
+                self._memo[length] = Decay(self, length, self._constant, True, None)
+            return self._memo[length]
+        if log_decay is None:
+            return Decay(self, length, self._constant, True, starts)
+        return Decay(self, length, log_decay, False, starts)
+
+    def grid(self, length: int) -> tuple[Array, Array, dict[bool, Array]]:
+        """Row t and column j (from −1) of D, and which columns a read and a strict read may see."""
+        if length not in self._grids:
+            row = self.xp.arange(length, **self.placed)[:, None]
+            column = self.xp.arange(-1, length, **self.placed)[None, :]
+            self._grids[length] = row, column, {False: column <= row, True: column < row}
+        return self._grids[length]
+
+
+class Decay:
+    """The factors of one chunk of `length` tokens."""
+
+    def __init__(self, of: Decays, length: int, log_decay: Array | None, constant: bool, starts: Array | None) -> None:
+        self._xp, self._dtype, self._placed = of.xp, of.dtype, of.placed
+        self.trivial = log_decay is None and starts is None
+        self.resets = starts is not None or (log_decay is not None and not constant)
+        """whether a factor can be exactly 0, so that sums must select instead of multiplying by it"""
+        self._memo: dict[tuple[str, int, bool], Array] = {}
+        row, column, self._visible = of.grid(length)
+        if log_decay is not None:
+            self._log = self._spans(log_decay, constant, row, column)
+        if starts is not None:
+            self._visible = self._same_sequence(starts)
+        self._has_log = log_decay is not None
+
+    def _spans(self, log_decay: Array, constant: bool, row: Array, column: Array) -> dict[bool, Array]:
+        """D, for a read and for a strict read."""
+        xp = self._xp
+        if constant:
+            span = xp.astype(row - column, self._dtype) * log_decay
+        else:
+            zero = xp.zeros((), dtype=self._dtype, **self._placed)
+            span = xp.cumulative_sum(xp.where(row > column, log_decay, zero), axis=-2, dtype=self._dtype)
+        # The strict read of token t sees the state of token t−1: the row above; row 0 sees the carried-in state.
+        first = xp.zeros((*span.shape[:-2], 1, span.shape[-1]), dtype=self._dtype, **self._placed)
+        return {False: span, True: xp.concat([first, span[..., :-1, :]], axis=-2)}
+
+    def _same_sequence(self, starts: Array) -> dict[bool, Array]:
+        """What is visible, within one packed sequence."""
+        xp = self._xp
+        count = xp.cumulative_sum(xp.astype(starts, xp.int32), axis=-2, dtype=xp.int32)
+        before = xp.zeros((*count.shape[:-2], 1, 1), dtype=xp.int32, **self._placed)
+        same = count == xp.matrix_transpose(xp.concat([before, count], axis=-2))
+        return {strict: xp.logical_and(same, visible) for strict, visible in self._visible.items()}
+
+    def _factors(self, power: int, strict: bool) -> Array:
+        """exp(power · D) where token t sees column j, else exactly 0: (*b, C, C + 1)."""
+        found = self._memo.get(("factors", power, strict))
+        if found is not None:
+            return found
+        xp = self._xp
+        if power > 1:
+            base = found = self._factors(1, strict)
+            for _ in range(power - 1):
+                found = found * base
+        elif self._has_log:
+            nothing = xp.asarray(float("-inf"), dtype=self._dtype, **self._placed)
+            found = xp.exp(xp.where(self._visible[strict], self._log[strict], nothing))
+        else:
+            found = xp.astype(self._visible[strict], self._dtype)
+        self._memo["factors", power, strict] = found
+        return found
+
+    def pairs(self, power: int, strict: bool) -> Array:
+        """Γ(t,j)^p over the tokens of the chunk, 0 where t does not see j: (*b, C, C)."""
+        return self._memoise("pairs", power, strict)
+
+    def into(self, power: int, strict: bool) -> Array | None:
+        """The factor on the carried-in state when token t reads it: (*b, C, 1); None for 1."""
+        return None if self.trivial else self._memoise("into", power, strict)
+
+    def out(self, power: int) -> Array | None:
+        """The factor on token j's contribution at the end of the chunk: (*b, C, 1); None for 1."""
+        return None if self.trivial or power == 0 else self._memoise("out", power, False)
+
+    def through(self, power: int) -> Array | None:
+        """The factor on the carried-in state at the end of the chunk: (*b, 1, 1); None for 1."""
+        return None if self.trivial or power == 0 else self._memoise("through", power, False)
+
+    def _memoise(self, part: str, power: int, strict: bool) -> Array:
+        found = self._memo.get((part, power, strict))
+        if found is None:
+            factors = self._factors(power, strict)
+            if part == "pairs":
+                found = factors[..., :, 1:]
+            elif part == "into":
+                found = factors[..., :, :1]
+            elif part == "out":
+                found = self._xp.matrix_transpose(factors[..., -1:, 1:])
+            else:
+                found = factors[..., -1:, :1]
+            self._memo[part, power, strict] = found
+        return found

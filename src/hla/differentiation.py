@@ -1,0 +1,154 @@
+"""`vjp`: gradients without a framework. The adjoint itself is `hla.gradients`; here are contract and bookkeeping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Unpack
+
+from hla import arrays
+from hla.arrays import Array
+from hla.backends import selection
+from hla.checks import Checked, check_call
+from hla.errors import OptionError, ShapeError, message
+from hla.ops import execute
+from hla.options import Keywords, Options, read_options, with_signature
+from hla.states import from_arrays, is_state, to_arrays
+
+
+class Gradients(NamedTuple):
+    """Gradients of a call's inputs, each in its input's shape and dtype; None where the input was not given."""
+
+    q: Array
+    k: Array
+    v: Array
+    decay: Array | None
+    log_decay: Array | None
+    initial_state: Any
+
+
+@with_signature
+def vjp(
+    operator: str, q: Array, k: Array, v: Array, *, order: int | None = None, **options: Unpack[Keywords]
+) -> tuple[Any, Callable[..., Gradients]]:
+    r"""An operator's value, and the function that pulls cotangents back to its inputs (§4, math "Gradients").
+
+    Linear attention is closed under differentiation, and the family consists of it:
+
+    $$dq = \mathrm{LA}(do, v, k), \quad dk = \mathrm{LA}^r(v, do, q), \quad dv = \mathrm{LA}^r(k, q, do)$$
+
+    with LAʳ the same primitive run backwards in time. Works in any namespace. Memory O(inputs + (T/C)·d·dv): the inputs
+    are kept, everything else is recomputed in `pull`.
+
+    Args:
+        operator: "linear_attention", "hla2", "ahla", "hla3" or "higher_order".
+        q: as for the operator.
+        k: as for the operator.
+        v: as for the operator.
+        order: of "higher_order".
+        **options: as for the operator.
+
+    Returns:
+        (o, pull), or ((o, state), pull) with ``return_state=True``. ``pull(do)``, then ``pull((do, dstate))`` with a
+        cotangent in the form of the state, returns `Gradients`: ``.q .k .v``, ``.decay`` or ``.log_decay``, and
+        ``.initial_state``, in the shapes (broadcast axes summed) and dtypes of the inputs; for a plain number `decay`
+        an array without axes.
+
+    Raises:
+        ShapeError: a cotangent of another shape than the output.
+        BackendUnsupportedError: a backend was named that has no gradient of its own.
+        All that the operator raises.
+
+    Example:
+        >>> import numpy as np, hla
+        >>> x = np.ones((3, 1))
+        >>> o, pull = hla.vjp("linear_attention", x, x, x, decay=1.0)
+        >>> grads = pull(np.ones((3, 1)))
+        >>> grads.v[:, 0], float(grads.decay)
+        (array([3., 2., 1.]), 4.0)
+    """
+    read = read_options("vjp", dict(options))
+    checked = check_call(operator, q, k, v, read, order)
+    call = selection.call_of(checked.problem, checked.form)
+    backend = selection.resolve(call, read.backend, gradient=True)
+    value = execute(checked, read)
+    gradient = backend.gradient(checked.problem.program.spec.operator)
+
+    def pull(*cotangents: Any) -> Gradients:
+        d_output, d_state = _cotangents(checked, value, cotangents)
+        problem = checked.problem
+        d_output = arrays.moveaxis(problem.xp, d_output, checked.axis, -2)
+        found = gradient(problem, d_output, d_state)
+        back = (arrays.moveaxis(problem.xp, x, -2, checked.axis) for x in (found.q, found.k, found.v))
+        return Gradients(*back, *_decay_gradients(checked, read, found.log_decay), _state_gradient(read, found.initial))
+
+    return value, pull
+
+
+def _cotangents(checked: Checked, value: Any, given: tuple[Any, ...]) -> tuple[Array, Any]:
+    """(do, dstate by symbol or None) from pull(do), pull(do, dstate) or pull((do, dstate))."""
+    if len(given) == 1 and isinstance(given[0], tuple) and not is_state(given[0]):
+        given = given[0]
+    wanted = 2 if checked.return_state else 1
+    if len(given) != wanted:
+        raise OptionError(
+            message("pull", "(do, dstate), as return_state=True" if wanted == 2 else "one cotangent, do",
+                    f"{len(given)} values", "Pass cotangents in the form of vjp's first value.")
+        )  # fmt: skip
+    output, d = (value[0] if checked.return_state else value), given[0]
+    arrays.namespace(d, "do")
+    arrays.same_library_and_device(output, "o", do=d)
+    if d.shape != output.shape:
+        raise ShapeError(
+            message("do", f"the shape of o, {tuple(output.shape)}", f"{tuple(d.shape)}", "Pass do like o.")
+        )
+    if wanted == 1:
+        return d, None
+    d_state, state = given[1], value[1]
+    if d_state is None:
+        return d, None
+    if type(d_state) is not type(state):
+        raise OptionError(
+            message(
+                "dstate", type(state).__name__, type(d_state).__name__, "Pass a cotangent in the form of the state."
+            )
+        )
+    for field, x, y in zip(state._fields, state, d_state, strict=True):
+        if x.shape != y.shape:
+            raise ShapeError(
+                message(f"dstate.{field}", f"shape {tuple(x.shape)}", f"{tuple(y.shape)}", "Pass it like state.")
+            )
+    return d, to_arrays(d_state)
+
+
+def _decay_gradients(checked: Checked, options: Options, d: Array | None) -> tuple[Array | None, Array | None]:
+    """(decay's, log_decay's): from d log γ (*b, T or 1, 1) to the caller's array."""
+    xp = checked.problem.xp
+    if d is None:
+        return None, None
+    if options.log_decay is not None:
+        given = options.log_decay
+        d = arrays.sum_to(xp, d[..., 0], _padded(given.shape, d.ndim - 1))
+        return None, _like(xp, xp.reshape(d, tuple(given.shape)), given)
+    given = options.decay
+    total = xp.sum(d, axis=(-2, -1), dtype=d.dtype)
+    if not arrays.is_array(given):
+        return xp.sum(total, dtype=d.dtype) / given, None
+    total = arrays.sum_to(xp, total, _padded(given.shape, total.ndim))
+    total = xp.reshape(total, tuple(given.shape))
+    gamma = arrays.cast(xp, arrays.convert_option(xp, given, checked.problem.v), d.dtype)
+    return _like(xp, total / gamma, given), None
+
+
+def _padded(shape: Any, rank: int) -> tuple[int, ...]:
+    return (*(1,) * (rank - len(shape)), *(int(n) for n in shape))
+
+
+def _like(xp: Any, x: Array, given: Array) -> Array:
+    return x if arrays.family(given) == "numpy" and not arrays.is_numpy(xp) else arrays.cast(xp, x, given.dtype)
+
+
+def _state_gradient(options: Options, initial: Any) -> Any:
+    state = options.initial_state
+    if state is None:
+        return None
+    return from_arrays(state.spec, initial)

@@ -1,0 +1,129 @@
+"""Running a body over consecutive pieces of the time axis, carrying states along.
+
+Eager arrays are sliced in a Python loop. Under a JAX transformation a Python loop would be unrolled into the program
+(128 chunks compile for half a minute), so there the full pieces go through `jax.lax.scan` and only a shorter last
+piece is run on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from hla.arrays import Array, Namespace, is_numpy, is_traced, leaves, loaded
+
+Tokens: TypeAlias = dict[str, "Array | None"]
+"""Arrays with time on axis −2, or None, by name."""
+Carry: TypeAlias = Any
+Body: TypeAlias = Callable[[Carry, Tokens, Any], tuple[Carry, Tokens, Any]]
+"""(carry, tokens of the piece, note left for the piece) → (carry, outputs of the piece, note of the piece)"""
+
+
+def fold(
+    xp: Namespace,
+    body: Body,
+    carry: Carry,
+    tokens: Tokens,
+    length: int,
+    step: int,
+    *,
+    reverse: bool = False,
+    notes: Any = None,
+) -> tuple[Carry, Tokens, Any]:
+    """Run `body` over pieces of `step` tokens (the last one may be shorter), first to last or last to first.
+
+    Returns the last carry, the outputs joined along time, and the notes of the pieces. Notes pass one piece's value
+    from a forward fold to a backward one over the same pieces; their form is this module's own affair.
+    """
+    if length == 0:
+        raise ValueError("fold needs at least one token")
+    step = min(step, length)
+    if loaded("jax") is not None and any(is_traced(x) and "jax" in type(x).__module__ for x in leaves([carry, tokens])):
+        return _fold_traced(xp, body, carry, tokens, length, step, reverse, notes)
+    return _fold_eager(xp, body, carry, tokens, length, step, reverse, notes)
+
+
+def _slice(tokens: Tokens, start: int, stop: int) -> Tokens:
+    return {name: None if x is None else x[..., start:stop, :] for name, x in tokens.items()}
+
+
+def _fold_eager(
+    xp: Namespace, body: Body, carry: Carry, tokens: Tokens, length: int, step: int, reverse: bool, notes: Any
+) -> tuple[Carry, Tokens, Any]:
+    starts = list(range(0, length, step))
+    order = list(enumerate(starts))
+    joined: dict[str, Joined] = {}
+    left: list[Any] = [None] * len(starts)
+    for i, start in reversed(order) if reverse else order:
+        stop = min(start + step, length)
+        carry, outputs, left[i] = body(carry, _slice(tokens, start, stop), None if notes is None else notes[i])
+        for name, x in outputs.items():
+            if x is not None:
+                joined.setdefault(name, Joined(xp, length)).put(start, x)
+    return carry, {name: pieces.array() for name, pieces in joined.items()}, left
+
+
+class Joined:
+    """An array of `length` tokens put together from pieces, in any order.
+
+    NumPy writes each piece in place, so that a long output exists once; elsewhere (immutable arrays, autograd, vmap)
+    the pieces are joined at the end.
+    """
+
+    def __init__(self, xp: Namespace, length: int) -> None:
+        self._xp, self._length = xp, length
+        self._pieces: list[tuple[int, Array]] = []
+        self._whole: Array | None = None
+
+    def put(self, start: int, piece: Array) -> None:
+        """The tokens from `start` on."""
+        if not is_numpy(self._xp) or piece.shape[-2] == self._length:
+            self._pieces.append((start, piece))
+            return
+        if self._whole is None:
+            self._whole = self._xp.empty((*piece.shape[:-2], self._length, piece.shape[-1]), dtype=piece.dtype)
+        self._whole[..., start : start + piece.shape[-2], :] = piece
+
+    def array(self) -> Array:
+        """All tokens."""
+        if self._whole is not None:
+            return self._whole
+        pieces = [piece for _, piece in sorted(self._pieces, key=lambda item: item[0])]
+        return pieces[0] if len(pieces) == 1 else self._xp.concat(pieces, axis=-2)
+
+
+def _fold_traced(
+    xp: Namespace, body: Body, carry: Carry, tokens: Tokens, length: int, step: int, reverse: bool, notes: Any
+) -> tuple[Carry, Tokens, Any]:
+    import jax
+
+    full = length // step
+    cut = full * step
+    tail = length - cut
+
+    def stacked(x: Array) -> Array:
+        shape = (*x.shape[:-2], full, step, x.shape[-1])
+        return xp.moveaxis(xp.reshape(x[..., :cut, :], shape), -3, 0)
+
+    def joined(x: Array) -> Array:
+        x = xp.moveaxis(x, 0, -3)
+        return xp.reshape(x, (*x.shape[:-3], cut, x.shape[-1]))
+
+    def scan_body(state: Carry, piece: tuple[Tokens, Any]) -> tuple[Carry, tuple[Tokens, Any]]:
+        state, outputs, note = body(state, piece[0], piece[1])
+        return state, (outputs, note)
+
+    scan_notes, tail_note = (None, None) if notes is None else notes
+    tail_outputs: Tokens = {}
+    tail_left: Any = None
+    if tail and reverse:
+        carry, tail_outputs, tail_left = body(carry, _slice(tokens, cut, length), tail_note)
+    pieces = {name: None if x is None else stacked(x) for name, x in tokens.items()}
+    carry, (scanned, left) = jax.lax.scan(scan_body, carry, (pieces, scan_notes), reverse=reverse)
+    if tail and not reverse:
+        carry, tail_outputs, tail_left = body(carry, _slice(tokens, cut, length), tail_note)
+    outputs = {name: None if x is None else joined(x) for name, x in scanned.items()}
+    for name, x in tail_outputs.items():
+        if x is not None:
+            outputs[name] = xp.concat([outputs[name], x], axis=-2)
+    return carry, outputs, (left, tail_left)
