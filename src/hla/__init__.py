@@ -3,7 +3,9 @@
 Importing this package imports no array framework, not even NumPy.
 """
 
-from hla import backends, paper, scan, segments
+from typing import Any
+
+from hla import backends, scan, segments
 from hla.backends import get_backend, register_backend, set_backend, use_backend
 from hla.cost import cost
 from hla.differentiation import vjp
@@ -23,6 +25,21 @@ from hla.storage import load_state, pack_symmetric, save_state, unpack_symmetric
 from hla.streaming import step
 
 __version__ = "0.1.0"
+
+_ON_DEMAND = ("paper", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    """Modules that most programs do not need are imported when they are first used."""
+    if name in _ON_DEMAND:
+        import importlib
+
+        return importlib.import_module(f"hla.{name}")
+    raise AttributeError(f"module 'hla' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND})
 
 __all__ = [
     "BackendNotInstalledError",
@@ -45,7 +62,7 @@ __all__ = [
     "linear_attention",
     "load_state",
     "pack_symmetric",
-    "paper",
+    "paper",  # noqa: F822 (on demand)
     "register_backend",
     "save_state",
     "scan",

@@ -87,10 +87,11 @@ def is_array(x: Any) -> bool:
 
 def dtype_name(dtype: DType) -> str:
     """`dtype` by its common name, for every library ("float32" for ``torch.float32`` too)."""
-    name = _dtype_names.get(dtype)
+    key = (type(dtype), dtype)  # array-api-strict's dtypes hash like NumPy's, and warn when compared with them
+    name = _dtype_names.get(key)
     if name is None:
         name = getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
-        _dtype_names[dtype] = name
+        _dtype_names[key] = name
     return name
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -86,6 +85,8 @@ def read_options(function: str, given: dict[str, Any]) -> Options:
 
 def unknown_keyword(function: str, name: str, known: Sequence[str]) -> TypeError:
     """The error for a keyword that `function` does not have."""
+    import difflib
+
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}. {hint}")

@@ -51,6 +51,25 @@ class Setting:
         placed = {} if self.device is None else {"device": self.device}
         return self.xp.zeros(shape, dtype=self.dtype, **placed)
 
+    def spread_cotangent(self, d: Array | None, *streams: Array) -> Array:
+        """`d`, or zeros, at the shape that a loop backwards over tokens will keep.
+
+        The adjoint of broadcasting sums, so that copies of `d` would count several times: it goes to the first entry of
+        each axis that it lacks, and zeros to the others.
+        """
+        xp, zeros = self.xp, self.zeros(*streams)
+        if d is None:
+            return zeros
+        shape = broadcast_shapes(tuple(d.shape), tuple(zeros.shape))
+        own = (*(1,) * (len(shape) - d.ndim), *d.shape)
+        placed = {} if self.device is None else {"device": self.device}
+        d = xp.broadcast_to(xp.reshape(d, own), shape)
+        for axis, (have, want) in enumerate(zip(own, shape, strict=True)):
+            if have != want:
+                first = xp.arange(want, **placed) == 0
+                d = xp.where(xp.reshape(first, (want, *(1,) * (len(shape) - axis - 1))), d, xp.zeros_like(d))
+        return d
+
     def spread(self, state: Array | None, *streams: Array) -> Array:
         """`state`, or zeros, at the shape that a loop over tokens will keep."""
         zeros = self.zeros(*streams)
@@ -119,7 +138,7 @@ def backward(
         decay = decays.chunk(int(tokens["a"].shape[-2]), tokens["log_decay"], tokens["starts"])  # type: ignore[union-attr]
         return _chunk_backward(setting, decay, tokens, before, state)
 
-    finish = setting.spread(d_final, a, d, b, c) if d_final is not None else setting.zeros(a, d, b, c)
+    finish = setting.spread_cotangent(d_final, a, d, b, c)
     state, outputs, _ = fold(
         xp,
         body,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib.metadata
 import importlib.util
 import threading
 from collections.abc import Callable, Mapping
@@ -251,6 +249,8 @@ def registered() -> Mapping[str, Backend]:
 
 def _from_entry_points() -> dict[str, Backend]:
     """Backends of installed plug-ins; one that fails to load stays in the list with its error as the reason."""
+    import importlib.metadata  # here, as it is most of the time that `import hla` would take
+
     result: dict[str, Backend] = {}
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
@@ -285,6 +285,8 @@ def get(name: str) -> Backend:
 
 def unknown(name: Any) -> UnknownBackendError:
     """The error for a name that is not registered."""
+    import difflib
+
     names = sorted(registered())
     close = difflib.get_close_matches(str(name), [*names, "auto"], n=1)
     hint = f"Did you mean {close[0]!r}?" if close else "Register it with hla.register_backend, or choose one of these."

@@ -1,0 +1,103 @@
+"""What is checked, and how: `nox` runs all of it, `nox -s NAME` one session, `nox -R` without new environments.
+
+The project is installed as its users install it (not editable), so the wheel's contents are what is tested.
+Words after ``--`` go to pytest, for example ``nox -R -s tests-torch -- -k step``.
+"""
+
+from __future__ import annotations
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "venv"
+nox.options.sessions = (
+    "lint",
+    "types",
+    "tests-numpy",
+    "tests-strict",
+    "tests-torch",
+    "tests-jax",
+    "minimal",
+    "docs",
+)
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+ONE_THREAD = {  # two workers on two cores: a thread pool in each would only get in the other's way
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+FRAMEWORKS = ("torch", "jax", "jaxlib", "cupy", "triton", "array_api_strict")
+TERMINAL = ("rich", "matplotlib")
+
+
+def group(*names: str) -> list[str]:
+    """The requirements of dependency groups. pip has `--group` from 25.1 on; this works with any."""
+    result: list[str] = []
+    for name in names:
+        for entry in PYPROJECT["dependency-groups"][name]:
+            result += [entry] if isinstance(entry, str) else group(entry["include-group"])
+    return list(dict.fromkeys(result))
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    session.install(*group("lint"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    session.install(".", *group("types"))
+    session.run("mypy", "--strict", "src/hla")
+
+
+def run_tests(session: nox.Session, name: str, module: str) -> None:
+    """The whole suite, the shared tests on one array library, which must be there: it is never skipped for want of it."""
+    session.install(".", *group("test", "cli", name))
+    session.run("python", "-c", f"import {module}; print({module}.__name__, {module}.__version__)")
+    session.run("pytest", f"--arrays={name}", "-n", "2", "tests", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="tests-numpy")
+def tests_numpy(session: nox.Session) -> None:
+    run_tests(session, "numpy", "numpy")
+
+
+@nox.session(name="tests-strict")
+def tests_strict(session: nox.Session) -> None:
+    run_tests(session, "strict", "array_api_strict")
+
+
+@nox.session(name="tests-torch")
+def tests_torch(session: nox.Session) -> None:
+    run_tests(session, "torch", "torch")
+
+
+@nox.session(name="tests-jax")
+def tests_jax(session: nox.Session) -> None:
+    run_tests(session, "jax", "jax")
+
+
+@nox.session
+def minimal(session: nox.Session) -> None:
+    """NumPy alone: no other array library, nothing for the terminal."""
+    session.install(".[numpy]", *group("test"))
+    absent = (*FRAMEWORKS, *TERMINAL)
+    session.run(
+        "python",
+        "-c",
+        f"from importlib.util import find_spec; found = [m for m in {absent} if find_spec(m)]; assert not found, found",
+    )
+    imported = ("numpy", *absent)
+    session.run(
+        "python", "-c", f"import sys, hla; found = [m for m in {imported} if m in sys.modules]; assert not found, found"
+    )
+    session.run("pytest", "--arrays=numpy", "-n", "2", "tests", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    session.install(".[numpy]", *group("docs"))
+    session.run("mkdocs", "build", "--strict")
