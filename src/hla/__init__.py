@@ -41,6 +41,7 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted({*globals(), *_ON_DEMAND})
 
+
 __all__ = [
     "BackendNotInstalledError",
     "BackendUnsupportedError",
@@ -62,7 +63,7 @@ __all__ = [
     "linear_attention",
     "load_state",
     "pack_symmetric",
-    "paper",  # noqa: F822 (on demand)
+    "paper",
     "register_backend",
     "save_state",
     "scan",

@@ -6,6 +6,7 @@ Importing this module imports no array framework: `array_api_compat` looks at ``
 
 from __future__ import annotations
 
+import numbers
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -59,6 +60,9 @@ def _lookup(x: Any, argument: str) -> tuple[Namespace, str]:
         ) from None
     if kind.__module__.partition(".")[0] == "numpy" and not hasattr(x, "shape"):
         raise DTypeError(message(argument, "an array", repr(x), "Pass an array."))
+    numpy = loaded("numpy")
+    if _family(xp) == "numpy" and hasattr(numpy, "cumulative_sum"):
+        xp = numpy  # since 2.1 NumPy is the standard itself; the compatibility layer costs a microsecond a call
     found = _namespaces[kind] = (xp, _family(xp))
     return found
 
@@ -129,6 +133,16 @@ def same_library_and_device(reference: Array, argument: str, **others: Array) ->
             )
 
 
+def is_integer(x: Any) -> bool:
+    """Whether `x` is an integer of Python or NumPy; a bool is none."""
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def is_number(x: Any) -> bool:
+    """Whether `x` is a real number of Python or NumPy; a bool is none."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
 def is_traced(x: Any) -> bool:
     """Whether `x` stands for values that are not known yet (a JAX tracer, a torch fake or functorch tensor)."""
     jax = sys.modules.get("jax")
@@ -163,7 +177,7 @@ def cast(xp: Namespace, x: Array, dtype: DType) -> Array:
 
 
 def convert_option(xp: Namespace, x: Any, like: Array) -> Array:
-    """An option array for a call on `like`: NumPy arrays are host data that any library may take, others pass through."""
+    """An option array for a call on `like`: NumPy arrays are host data for every library, others pass through."""
     if family(x) == "numpy" and not is_numpy(xp):
         where = device(like)
         return xp.asarray(x) if where is None else xp.asarray(x, device=where)
@@ -179,7 +193,7 @@ def moveaxis(xp: Namespace, x: Array, source: int, target: int) -> Array:
 
 def transpose(xp: Namespace, x: Array) -> Array:
     """The last two axes swapped."""
-    return xp.matrix_transpose(x)
+    return x.mT if hasattr(x, "mT") else xp.matrix_transpose(x)  # NumPy before 2.0 has no .mT
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hla.arrays import Array, transpose
 from hla.chunkwise import default_chunk, token_arrays
-from hla.family import state_order
+from hla.family import steps
 from hla.loops import Tokens, fold
 from hla.primitive import Setting, forward, reversed_time
 from hla.problem import Problem, States
@@ -23,11 +23,12 @@ def run(problem: Problem) -> Array:
     tokens = token_arrays(problem)
     length = problem.length
     step = length if problem.form == "parallel" else problem.chunk_size or default_chunk(problem)
-    shapes, totals = problem.initial_states(), {}
+    shapes = problem.initial_states()
+    totals: States = {}
 
     def streams_of(piece: Tokens) -> dict[str, Array]:
         streams = problem.streams(piece["q"], piece["k"], piece["v"], piece["token_mask"])
-        for symbol, read in state_order(program):
+        for symbol, _, read in steps(program):
             if read is not None and symbol in totals and read.query in streams:
                 streams[read.result] = xp.matmul(streams[read.query], totals[symbol])
         return streams

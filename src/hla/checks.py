@@ -7,7 +7,7 @@ NumPy option arrays. Arrays on a device and traced arrays are never read, except
 from __future__ import annotations
 
 import math
-import numbers
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from hla import arrays
@@ -42,7 +42,7 @@ def spec_of(operator: str, options: Options, order: int | None = None) -> Spec:
     _one_of("mask", mask, MASKS)
     _one_of("definition", definition, DEFINITIONS)
     _flag("normalize", options.normalize)
-    if isinstance(ridge, bool) or not isinstance(ridge, numbers.Real) or not math.isfinite(ridge):
+    if not arrays.is_number(ridge) or not math.isfinite(ridge):
         raise OptionError(message("ridge", "a finite number", repr(ridge), "Pass λ of Algorithm 1, 0 for none."))
     if ridge != 0 and operator != "hla2":
         raise OptionError(
@@ -77,7 +77,7 @@ def _resolve_order(operator: str, order: int | None) -> tuple[str, int]:
                 message("order", f"{expected} for {operator}", repr(order), "Use higher_order for others.")
             )
         return operator, 0
-    if isinstance(order, bool) or not isinstance(order, numbers.Integral):
+    if order is None or not arrays.is_integer(order):
         raise OptionError(message("order", "an integer ≥ 1", repr(order), "Pass order=…, e.g. order=2 for hla2."))
     if order < 1:
         raise OptionError(message("order", "an integer ≥ 1", repr(order), "Order 1 is linear attention."))
@@ -177,9 +177,9 @@ def _check_plain_options(options: Options) -> None:
     _one_of("form", options.form, FORMS)
     _flag("return_state", options.return_state)
     size = options.chunk_size
-    if size is not None and (isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1):
+    if size is not None and (not arrays.is_integer(size) or size < 1):
         raise OptionError(message("chunk_size", "an integer ≥ 1 or None", repr(size), "None lets the backend choose."))
-    if isinstance(options.eps, bool) or not isinstance(options.eps, numbers.Real) or not options.eps >= 0:
+    if not arrays.is_number(options.eps) or not options.eps >= 0:
         raise OptionError(message("eps", "a number ≥ 0", repr(options.eps), "Pass a small number, e.g. 1e-6."))
     if options.decay is not None and options.log_decay is not None:
         raise OptionError(message("decay", "decay or log_decay", "both", "Pass one of them; log_decay = log(decay)."))
@@ -188,7 +188,7 @@ def _check_plain_options(options: Options) -> None:
 
 
 def _check_axis(axis: Any, *inputs: Array) -> int:
-    if isinstance(axis, bool) or not isinstance(axis, numbers.Integral):
+    if not arrays.is_integer(axis):
         raise OptionError(message("axis", "an integer", repr(axis), "Pass the time axis, e.g. -2 or -3."))
     rank = min(x.ndim for x in inputs)
     if axis >= 0:
@@ -236,7 +236,7 @@ def check_shapes(q: Array, k: Array, v: Array, axis: int = -2) -> tuple[int, ...
 
 
 def _check_scale(xp: Namespace, scale: Any, like: Array, dtype: Any) -> Any:
-    if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
+    if arrays.is_number(scale):
         return float(scale)
     if arrays.is_array(scale) and scale.ndim == 0 and dtype_name(scale.dtype) in arrays.FLOATING:
         return arrays.cast(xp, _option_array(xp, "scale", scale, like), dtype)
@@ -298,7 +298,7 @@ def _check_decays(
     decay = options.decay
     if decay is None:
         return None, True
-    if isinstance(decay, numbers.Real):
+    if isinstance(decay, bool) or arrays.is_number(decay):
         if isinstance(decay, bool) or not 0 < decay <= 1:
             raise OptionError(
                 message("decay", "a number in (0, 1]", repr(decay), "γ multiplies the state at every token.")
@@ -357,7 +357,7 @@ def _check_offsets(offsets: Any, length: int) -> Any:
     if values[0] != 0 or values[-1] != length:
         got = f"{values[0]} … {values[-1]}"
         raise OptionError(message("cu_seqlens", f"offsets from 0 to T = {length}", got, "Start at 0 and end at T."))
-    if any(b < a for a, b in zip(values, values[1:], strict=False)):
+    if any(b < a for a, b in pairwise(values)):
         raise OptionError(message("cu_seqlens", "non-decreasing offsets", f"{values}", "Pass cumulative lengths."))
     return values
 
@@ -414,15 +414,23 @@ def check_state(
             )
         if x.ndim < 2 or tuple(x.shape[-2:]) != sizes[symbol]:
             raise ShapeError(
-                message(name, f"last axes {sizes[symbol]} for d = {q.shape[-1]}, dv = {v.shape[-1]}", f"shape {tuple(x.shape)}",
-                        "Use a state made for these sizes.")
-            )  # fmt: skip
+                message(
+                    name,
+                    f"last axes {sizes[symbol]} for d = {q.shape[-1]}, dv = {v.shape[-1]}",
+                    f"shape {tuple(x.shape)}",
+                    "Use a state made for these sizes.",
+                )
+            )
         _fits(name, x, (*wanted, *sizes[symbol]), "(N, *batch, …)" if cu_seqlens is not None else "(*batch, …)")
         if cu_seqlens is not None and (x.ndim != len(wanted) + 2 or x.shape[0] != wanted[0]):
             raise ShapeError(
-                message(name, f"a leading axis of N = {wanted[0]} sequences before the batch axes", f"shape {tuple(x.shape)}",
-                        "With cu_seqlens pass one state per sequence.")
-            )  # fmt: skip
+                message(
+                    name,
+                    f"a leading axis of N = {wanted[0]} sequences before the batch axes",
+                    f"shape {tuple(x.shape)}",
+                    "With cu_seqlens pass one state per sequence.",
+                )
+            )
     return result
 
 

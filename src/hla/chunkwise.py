@@ -11,9 +11,9 @@ also what form "parallel" (one chunk of T tokens) and form "scan" (all chunks at
 
 from __future__ import annotations
 
-from hla.arrays import Array, Namespace, broadcast_shapes, is_numpy, transpose
+from hla.arrays import Array, Namespace, is_numpy, transpose
 from hla.decays import Decay, Decays
-from hla.family import Program, state_order
+from hla.family import Program, steps
 from hla.loops import Tokens, fold
 from hla.problem import Problem, States
 
@@ -72,8 +72,7 @@ def chunk(xp: Namespace, program: Program, decay: Decay, states: States, streams
     """One chunk of a program: adds the result of every read to `streams`, returns the states after the chunk."""
     scores: dict[tuple[str, str, int, bool], Array] = {}
     following: States = {}
-    for symbol, step in state_order(program):
-        state = program.state(symbol)
+    for symbol, state, step in steps(program):
         if step is not None:
             key = (step.query, state.key, state.power, step.strict)
             if key not in scores:

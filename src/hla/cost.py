@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
 
+from hla import arrays
 from hla.arrays import FLOATING
 from hla.checks import spec_of
 from hla.errors import OptionError, message
-from hla.family import Program, program, shapes, state_order
+from hla.family import Program, program, shapes, steps
 from hla.options import FORMS, Options
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -24,7 +24,7 @@ class Cost:
         flops: floating-point operations of the forward pass, a multiply-add counted as two.
         state_bytes: the state, in float32, or float64 for float64 inputs.
         activation_bytes: peak memory of the forward pass beyond inputs, output and states.
-        kv_cache_bytes: the key-value cache of softmax attention at T tokens in the inputs' dtype, which the state replaces.
+        kv_cache_bytes: softmax attention's key-value cache at T tokens in the inputs' dtype: what the state replaces.
         crossover: the number of tokens from which causal softmax attention takes more flops than this.
     """
 
@@ -85,7 +85,7 @@ def cost(
         (262144, 16777216, 512)
     """
     for name, size, least in (("T", T, 0), ("d", d, 1), ("dv", dv, 1), ("heads", heads, 1)):
-        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < least:
+        if not arrays.is_integer(size) or size < least:
             raise OptionError(message(name, f"an integer ≥ {least}", repr(size), "Pass a size."))
     if form not in FORMS:
         raise OptionError(message("form", f"one of {', '.join(FORMS)}", repr(form), "Check the spelling."))
@@ -117,10 +117,9 @@ def _flops_per_token(found: Program, d: int, dv: int, chunk: int, form: str) -> 
     within = 0 if form == "recurrent" else chunk
     scored: set[tuple[str, str, int, bool]] = set()
     total = 0
-    for symbol, read in state_order(found):
+    for symbol, state, read in steps(found):
         if read is None:
             continue
-        state = found.state(symbol)
         rows, columns = sizes.state[symbol][-2:]
         pair = (read.query, state.key, state.power, read.strict)
         if pair not in scored:

@@ -12,8 +12,11 @@ log-decay may jump over them.
 
 from __future__ import annotations
 
-from hla.arrays import Array, Device, DType, Namespace
+from hla.arrays import Array, Device, DType, Namespace, is_numpy
 from hla.problem import Problem
+
+_SAFE = -80.0
+"""exp of this is a normal number in float32; 3 is the largest decay exponent of the family"""
 
 
 class Decays:
@@ -62,6 +65,9 @@ class Decay:
         row, column, self._visible = of.grid(length)
         if log_decay is not None:
             self._log = self._spans(log_decay, constant, row, column)
+            if self.resets and starts is None and is_numpy(self._xp):
+                # Values are at hand: D's least entry is the chunk's whole span. Selecting costs more than this look.
+                self.resets = not bool(3 * self._xp.min(self._log[False][..., -1, 0]) > _SAFE)
         if starts is not None:
             self._visible = self._same_sequence(starts)
         self._has_log = log_decay is not None

@@ -78,8 +78,9 @@ def vjp(
         problem = checked.problem
         d_output = arrays.moveaxis(problem.xp, d_output, checked.axis, -2)
         found = gradient(problem, d_output, d_state)
-        back = (arrays.moveaxis(problem.xp, x, -2, checked.axis) for x in (found.q, found.k, found.v))
-        return Gradients(*back, *_decay_gradients(checked, read, found.log_decay), _state_gradient(read, found.initial))
+        d_q, d_k, d_v = (arrays.moveaxis(problem.xp, x, -2, checked.axis) for x in (found.q, found.k, found.v))
+        d_decay, d_log_decay = _decay_gradients(checked, read, found.log_decay)
+        return Gradients(d_q, d_k, d_v, d_decay, d_log_decay, _state_gradient(read, found.initial))
 
     return value, pull
 

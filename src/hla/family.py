@@ -18,10 +18,10 @@ operator's mathematics stands in one place. Letters are those of docs/mathematic
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
-from hla.arrays import broadcast_shapes
+from hla.arrays import Array, broadcast_shapes
 
 OPERATORS = ("linear_attention", "hla2", "ahla", "hla3", "higher_order")
 """Public operators. Orders 1, 2 and 3 of `higher_order` are the first, second and fourth."""
@@ -150,7 +150,7 @@ def _higher(order: int, mask: str) -> tuple[tuple[State, ...], tuple[Read, ...],
     return states, reads, ((result, 1.0),)
 
 
-@lru_cache(maxsize=None)
+@cache
 def program(spec: Spec) -> Program:
     """The program of an operator; one object per spec, so that identity may serve as a cache key."""
     if spec.operator == "higher_order":
@@ -223,8 +223,7 @@ def shapes(
     width = {"q": d, "k": d, "v": dv, "one": 1}
     start = dict(initial)
     state: dict[str, Shape] = {}
-    for symbol, read in state_order(program):
-        found = program.state(symbol)
+    for symbol, found, read in steps(program):
         if symbol not in state:
             axes = broadcast_shapes(batch[found.key], batch[found.value], decay, start.get(symbol, ()))
             state[symbol] = (*axes, width[found.key], width[found.value])
@@ -234,26 +233,37 @@ def shapes(
     return Shapes(batch, width, state)
 
 
-@lru_cache(maxsize=None)
-def state_order(program: Program) -> tuple[tuple[str, Read | None], ...]:
-    """(state, read) in order of evaluation; a state that nothing reads comes last, with None."""
+class Step(NamedTuple):
+    """One line of a program as it is evaluated."""
+
+    symbol: str
+    state: State
+    read: Read | None
+    """None for a state that nothing reads"""
+
+
+@cache
+def steps(program: Program) -> tuple[Step, ...]:
+    """The reads in order of evaluation, each with its state; states that nothing reads come last."""
+    by_symbol = {s.symbol: s for s in program.states}
     read_states = {r.state for r in program.reads}
-    rest = tuple((s.symbol, None) for s in program.states if s.symbol not in read_states)
-    return (*((r.state, r) for r in program.reads), *rest)
+    reads = (Step(r.state, by_symbol[r.state], r) for r in program.reads)
+    rest = (Step(s.symbol, s, None) for s in program.states if s.symbol not in read_states)
+    return (*reads, *rest)
 
 
-def weighted_sum(terms: _Output, values: dict[str, object], ridge: float) -> object:
+def weighted_sum(terms: _Output, values: dict[str, Array], ridge: float) -> Array:
     """Σ weight · value over a program's output or denominator."""
-    total: object = None
+    total: Array = None
     for name, weight in terms:
         factor = ridge if weight is None else weight
         value = values[name]
         if total is None:
-            total = value if factor == 1.0 else value * factor  # type: ignore[operator]
+            total = value if factor == 1.0 else value * factor
         elif factor == 1.0:
-            total = total + value  # type: ignore[operator]
+            total = total + value
         elif factor == -1.0:
-            total = total - value  # type: ignore[operator]
+            total = total - value
         else:
-            total = total + value * factor  # type: ignore[operator]
+            total = total + value * factor
     return total

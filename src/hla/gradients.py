@@ -114,7 +114,7 @@ def _output_cotangents(problem: Problem, streams: dict[str, Array], d: Array) ->
     result: dict[str, Array] = {}
     if program.denominator:
         numerator = weighted_sum(program.output, streams, problem.ridge)
-        denominator = weighted_sum(program.denominator, streams, problem.ridge) + problem.eps  # type: ignore[operator]
+        denominator = weighted_sum(program.denominator, streams, problem.ridge) + problem.eps
         inverse = 1.0 / denominator
         if problem.token_mask is not None:  # 0/0 at a skipped token would make 0·NaN below
             inverse = xp.where(problem.token_mask, inverse, xp.zeros_like(inverse))

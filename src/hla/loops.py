@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from hla.arrays import Array, Namespace, is_numpy, is_traced, leaves, loaded
 
-Tokens: TypeAlias = dict[str, "Array | None"]
+Tokens: TypeAlias = dict[str, Any]
 """Arrays with time on axis −2, or None, by name."""
 Carry: TypeAlias = Any
 Body: TypeAlias = Callable[[Carry, Tokens, Any], tuple[Carry, Tokens, Any]]

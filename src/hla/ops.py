@@ -127,8 +127,8 @@ def ahla(q: Array, k: Array, v: Array, **options: Unpack[Keywords]) -> Any:
 def hla3(q: Array, k: Array, v: Array, **options: Unpack[Keywords]) -> Any:
     r"""Third-order Higher-order Linear Attention, ((WWᵀ) ⊙ L) W V (§7).
 
-    $$o_t = \sum_{u \le t;\, i,j \le u} \Gamma(t,i)\,\Gamma(t,u)\,\Gamma(t,j)\,(q_t \cdot k_i)(k_i \cdot q_u)(q_u \cdot k_j)
-    \, v_j,\qquad F_t = \gamma_t^3 F_{t-1} + (S_t q_t)(q_t^\top P_t),\quad o_t = q_t^\top F_t$$
+    $$o_t = \sum_{u \le t;\, i,j \le u} \Gamma(t,i)\,\Gamma(t,u)\,\Gamma(t,j)\,(q_t \cdot k_i)(k_i \cdot q_u)
+    (q_u \cdot k_j)\, v_j,\qquad F_t = \gamma_t^3 F_{t-1} + (S_t q_t)(q_t^\top P_t),\quad o_t = q_t^\top F_t$$
 
     ``definition="as_printed"`` computes Algorithm 3, which is another operator even without decay (see
     [Errata](errata.md)).
@@ -169,8 +169,8 @@ def higher_order(q: Array, k: Array, v: Array, *, order: int, **options: Unpack[
     Order 1 is `linear_attention`, 2 is `hla2`, 3 is `hla3`. Order 2m applies HLA₂ m times to v; order 2m + 1 applies
     it m − 1 times to HLA₃(q, k, v), each with the decay, if any:
 
-    $$o = \mathrm{HLA}_2(q, k, \mathrm{HLA}_2(q, k, \ldots v)), \qquad F^{(n)}_t = \gamma_t^2 F^{(n)}_{t-1} + (S_t q_t)\,
-    o^{(n-1)\top}_t$$
+    $$o = \mathrm{HLA}_2(q, k, \mathrm{HLA}_2(q, k, \ldots v)), \qquad
+    F^{(n)}_t = \gamma_t^2 F^{(n)}_{t-1} + (S_t q_t)\, o^{(n-1)\top}_t$$
 
     Args:
         q: (*batch, T, d), floating dtype, any library with an Array API namespace.
@@ -254,7 +254,7 @@ def explain(
         >>> plan.backend, plan.form, plan.source
         ('numpy', 'chunkwise', 'auto')
     """
-    read = read_options("explain", options)
+    read = read_options("explain", dict(options))
     checked = check_call(operator, q, k, v, read, order)
     call = selection.call_of(checked.problem, checked.form)
     backend = selection.resolve(call, read.backend)

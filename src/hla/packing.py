@@ -8,6 +8,7 @@ That costs N times the work and is used only where states are asked for; without
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from hla.arrays import Array, Namespace
@@ -29,7 +30,7 @@ def run(problem: Problem, one: Runner) -> tuple[Array, States]:
 def sequences(problem: Problem, offsets: list[int]) -> list[Problem]:
     """The problem of each sequence."""
     result = []
-    for n, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for n, (start, stop) in enumerate(pairwise(offsets)):
 
         def cut(x: Any, start: int = start, stop: int = stop) -> Any:
             return None if x is None else x[..., start:stop, :]
@@ -73,16 +74,18 @@ def _with_batch_rank(xp: Namespace, x: Array, rank: int) -> Array:
 
 def _starts(problem: Problem) -> Array:
     """bool (T, 1): where a sequence starts."""
-    xp, offsets = problem.xp, problem.cu_seqlens
+    xp = problem.xp
+    offsets: Array = problem.cu_seqlens
     time = xp.arange(problem.length)[:, None]
-    return xp.any(time == offsets[None, :-1], axis=-1, keepdims=True)  # type: ignore[index]
+    return xp.any(time == offsets[None, :-1], axis=-1, keepdims=True)
 
 
 def _run_padded(problem: Problem, one: Runner) -> tuple[Array, States]:
-    xp, offsets, length = problem.xp, problem.cu_seqlens, problem.length
-    count = offsets.shape[0] - 1  # type: ignore[union-attr]
-    index = offsets[:-1, None] + xp.arange(length)[None, :]  # type: ignore[index,call-overload]
-    present = index < offsets[1:, None]  # type: ignore[index,call-overload]
+    xp, length = problem.xp, problem.length
+    offsets: Array = problem.cu_seqlens
+    count = offsets.shape[0] - 1
+    index = offsets[:-1, None] + xp.arange(length)[None, :]
+    present = index < offsets[1:, None]
     flat = xp.reshape(xp.where(present, index, xp.zeros_like(index)), (-1,))
 
     def spread(x: Array) -> Array:
@@ -115,7 +118,7 @@ def _run_padded(problem: Problem, one: Runner) -> tuple[Array, States]:
     )
     output, states = one(padded)
     time = xp.arange(length)
-    sequence = xp.sum(xp.astype(offsets[None, 1:] <= time[:, None], offsets.dtype), axis=-1, dtype=offsets.dtype)  # type: ignore[index,union-attr]
+    sequence = xp.sum(xp.astype(offsets[None, 1:] <= time[:, None], offsets.dtype), axis=-1, dtype=offsets.dtype)
     place = sequence * length + time - xp.take(offsets, sequence)
     output = xp.moveaxis(output, 0, -3)
     output = xp.reshape(output, (*output.shape[:-3], count * length, output.shape[-1]))
@@ -140,7 +143,8 @@ def pull(problem: Problem, d_output: Array, d_final: States | None, one: Any) ->
         for n, (single, start, stop) in enumerate(zip(sequences(problem, offsets), offsets, offsets[1:], strict=False))
     ]
     if not found:
-        return one(replace(problem, cu_seqlens=None), d_output, None)  # type: ignore[no-any-return]
+        empty: ProblemGradients = one(replace(problem, cu_seqlens=None), d_output, None)
+        return empty
     log_decay: Array | None = None
     if problem.log_decay is not None:
         parts = [g.log_decay for g in found]

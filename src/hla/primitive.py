@@ -90,7 +90,7 @@ def forward(setting: Setting, a: Array, b: Array, c: Array, initial: Array | Non
     xp, decays, program = setting.xp, setting.decays(), _program(setting.power, setting.strict)
 
     def body(state: Array, tokens: Tokens, _: None) -> tuple[Array, Tokens, None]:
-        streams = {"a": tokens["a"], "b": tokens["b"], "c": tokens["c"]}
+        streams: dict[str, Array] = {"a": tokens["a"], "b": tokens["b"], "c": tokens["c"]}
         decay = decays.chunk(int(streams["a"].shape[-2]), tokens["log_decay"], tokens["starts"])
         state = chunk(xp, program, decay, {"X": state}, streams)["X"]
         return state, {"r": streams["r"]}, None
@@ -128,14 +128,14 @@ def backward(
     length = int(a.shape[-2])
 
     def keep(state: Array, tokens: Tokens, _: None) -> tuple[Array, Tokens, Any]:
-        decay = decays.chunk(int(tokens["b"].shape[-2]), tokens["log_decay"], tokens["starts"])  # type: ignore[union-attr]
+        decay = decays.chunk(int(tokens["b"].shape[-2]), tokens["log_decay"], tokens["starts"])
         return accumulate(xp, decay, state, tokens["b"], tokens["c"], setting.power), {}, state
 
     start = setting.spread(initial, b, c)
     _, _, entering = fold(xp, keep, start, setting.tokens(b=b, c=c), length, setting.chunk_size)
 
     def body(state: Array, tokens: Tokens, before: Array) -> tuple[Array, Tokens, None]:
-        decay = decays.chunk(int(tokens["a"].shape[-2]), tokens["log_decay"], tokens["starts"])  # type: ignore[union-attr]
+        decay = decays.chunk(int(tokens["a"].shape[-2]), tokens["log_decay"], tokens["starts"])
         return _chunk_backward(setting, decay, tokens, before, state)
 
     finish = setting.spread_cotangent(d_final, a, d, b, c)
@@ -161,7 +161,7 @@ def backward(
 def _chunk_backward(
     setting: Setting, decay: Any, tokens: Tokens, before: Array, after: Array
 ) -> tuple[Array, Tokens, None]:
-    """One chunk: `before` is the state that enters it from the left, `after` the cotangent that enters from the right."""
+    """One chunk: the state `before` enters it from the left, the cotangent `after` from the right."""
     xp, power, strict = setting.xp, setting.power, setting.strict
     a, b, c, d = tokens["a"], tokens["b"], tokens["c"], tokens["d"]
     pairs = decay.pairs(power, strict)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hla.arrays import Array, Namespace, transpose
 from hla.chunkwise import token_arrays
-from hla.family import Program, state_order
+from hla.family import Program, steps
 from hla.loops import Tokens, fold
 from hla.problem import Problem, States
 
@@ -47,8 +47,8 @@ def token(
 ) -> States:
     """One token of a program: adds the result of every read to `streams`, returns the states after the token."""
     following: States = {}
-    for symbol, step in state_order(program):
-        state, before = program.state(symbol), states[symbol]
+    for symbol, state, step in steps(program):
+        before = states[symbol]
         if start is not None:
             before = xp.where(start, xp.zeros_like(before), before)
         if step is not None and step.strict:

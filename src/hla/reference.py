@@ -46,7 +46,7 @@ def attend(
 ) -> Array:
     r"""The output of an operator from its definition.
 
-    $$o_t = \sum_j w_{tj}\, v_j, \qquad \text{normalised: } o_t = \frac{\sum_j w_{tj} v_j}{\sum_j w_{tj} + \varepsilon}$$
+    $$o_t = \sum_j w_{tj}\, v_j, \qquad \text{normalised } o_t = \frac{\sum_j w_{tj}\, v_j}{\sum_j w_{tj} + \varepsilon}$$
 
     Args:
         operator: "linear_attention", "hla2", "ahla", "hla3" or "higher_order".
@@ -175,7 +175,7 @@ def _terms(
         if log_decay is not None:
             log_decay = xp.where(token_mask, log_decay, xp.zeros_like(log_decay))
     pair = _pairs(xp, q, log_decay, segment_ids, bidirectional=mask == "none")
-    if definition == "as_printed" and name in _PRINTED:
+    if definition == "as_printed":
         terms = _PRINTED[name](xp, pair, q, k)
     else:
         table = _CAUSAL if mask == "causal" else _PREFIX
@@ -206,7 +206,7 @@ def _stages(
         name, stages = operator, 1
     if mask == "none" and decays:
         raise OptionError(message("log_decay", 'no decay with mask="none"', "a decay", "Drop it."))
-    if definition == "as_printed" and (mask != "causal" or stages > 1):
+    if definition == "as_printed" and (mask != "causal" or stages > 1 or name not in _PRINTED):
         raise OptionError(message("definition", "the causal hla2 or hla3", f"{operator}, {mask}", 'Use "exact".'))
     if ridge and name != "hla2":
         raise OptionError(message("ridge", "0 for operators other than hla2", repr(ridge), "Drop it."))
@@ -220,7 +220,7 @@ def _float64(xp: Namespace, x: Array, argument: str) -> Array:
     if dtype_name(x.dtype) != "float64":
         raise DTypeError(
             message(
-                argument, "a library with float64", dtype_name(x.dtype), "Enable jax_enable_x64, or pass NumPy arrays."
+                argument, "a library with float64", dtype_name(x.dtype), "Set jax_enable_x64, or pass NumPy arrays."
             )
         )
     return x
@@ -244,8 +244,8 @@ def _pairs(xp: Namespace, q: Array, log_decay: Array | None, segment_ids: Array 
     placed = {} if where is None else {"device": where}
     time = xp.arange(q.shape[-2], **placed)
     row, column = time[:, None], time[None, :]
-    visible = row >= column if not bidirectional else row == row + 0 * column
     before = row > column
+    visible = xp.ones_like(before) if bidirectional else row >= column
     span: Array | None = None
     if log_decay is not None:
         # −inf is a boundary: it is selected, and left out of the sums that differences are taken of.

@@ -14,7 +14,7 @@ from hla import segments
 from hla.arrays import Array, broadcast_shapes
 from hla.chunkwise import advance, chunk, default_chunk, token_arrays
 from hla.decays import Decay, Decays
-from hla.family import Program, Spec, State, state_order
+from hla.family import Program, Spec, State, steps
 from hla.problem import Problem, States
 from hla.scan import associative_scan
 
@@ -39,7 +39,7 @@ def run(problem: Problem) -> tuple[Array, States]:
 
 
 def _cut(problem: Problem, step: int) -> Problem:
-    """The problem with time cut into an axis of segments before the time axis; the last one filled with skipped tokens."""
+    """The problem with time cut into an axis of segments before it; skipped tokens fill the last one."""
     xp, length = problem.xp, problem.length
     count = -(-length // step)
     missing = count * step - length
@@ -120,8 +120,7 @@ def _scan_stages(problem: Problem, cut: Problem, decay: Decay, streams: dict[str
     initial = problem.initial_states()
     entering: States = {}
     final: States = {}
-    for symbol, read in state_order(program):
-        state = program.state(symbol)
+    for symbol, state, read in steps(program):
         if symbol not in entering:
             entering[symbol], final[symbol] = _scan_state(problem, cut, decay, state, initial[symbol], streams)
         if read is not None:

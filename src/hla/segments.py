@@ -8,7 +8,7 @@ segment by the same rules. Streaming, chunking, packing, prefill and sequence pa
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 from hla import arrays
@@ -102,7 +102,7 @@ def has_rule(spec: Spec) -> bool:
     return not spec.order and not (spec.operator == "hla3" and spec.definition == "as_printed")
 
 
-@lru_cache(maxsize=None)
+@cache
 def rule(spec: Spec) -> Rule:
     """The rule of an operator; OptionError where segments of matrix size do not exist."""
     if spec.mask == "none":
@@ -117,7 +117,7 @@ def rule(spec: Spec) -> Rule:
     base = program(spec)
     if spec.mask == "prefix":
         symbols = {s.symbol for s in base.states if not is_mass(s.symbol)}
-        lines = {symbol: (f"r {symbol}_A", f"{symbol}_B") for symbol in sorted(symbols)}
+        lines: dict[str, tuple[str, ...]] = {symbol: (f"r {symbol}_A", f"{symbol}_B") for symbol in sorted(symbols)}
         extra: tuple[State, ...] = ()
     else:
         kind = f"{spec.operator} as_printed" if spec.definition == "as_printed" else spec.operator
@@ -144,7 +144,7 @@ def _rebuild(spec: tuple[Any, ...], values: tuple[Any, ...]) -> Segment:
     return segment_type(Spec(*spec))(*values)
 
 
-@lru_cache(maxsize=None)
+@cache
 def segment_type(spec: Spec) -> Any:
     """The class of an operator's segments."""
     name = state_type(spec).__name__.removesuffix("State") + "Segment"
@@ -399,7 +399,7 @@ def combine(a: Segment, b: Segment) -> Segment:
     return _segment(a.spec, combine_values(xp, found, _values(a), _values(b), found.symbols))
 
 
-def advance(state: State, segment: Segment) -> Any:
+def advance(state: Any, segment: Segment) -> Any:
     """A state moved past a segment: what it would be had it seen the segment's tokens.
 
     The rules are those of `combine` with the state to the left: injecting retrieved tokens, joining devices.

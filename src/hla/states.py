@@ -23,9 +23,8 @@ Named tuples are pytrees in JAX and in torch as they are.
 
 from __future__ import annotations
 
-import numbers
 from collections import namedtuple
-from functools import lru_cache
+from functools import cache
 from typing import Any, TypeAlias
 
 from hla import arrays
@@ -94,7 +93,8 @@ def _rebuild(spec: tuple[Any, ...], values: tuple[Any, ...]) -> State:
 def tuple_type(name: str, spec: Spec, symbols: tuple[str, ...], rebuild: Any, doc: str) -> type:
     """A named-tuple class of arrays whose fields spell `symbols` out and which remembers its spec."""
     fields = {field_name(s) if s != "rho" else "decay": s for s in symbols}
-    made: Any = namedtuple(name, fields)
+    make: Any = namedtuple
+    made = make(name, fields)
     made.spec = spec
     made.symbols = symbols
     made.field_of = staticmethod({s: f for f, s in fields.items()}.__getitem__)
@@ -104,7 +104,7 @@ def tuple_type(name: str, spec: Spec, symbols: tuple[str, ...], rebuild: Any, do
     return made  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=None)
+@cache
 def state_type(spec: Spec) -> Any:
     """The class of an operator's states."""
     name = "".join(part.capitalize() for part in spec.operator.split("_")) + (str(spec.order) if spec.order else "")
@@ -194,7 +194,7 @@ def init_state(
     if spec.mask == "none":
         raise OptionError(message("mask", '"causal" or "prefix"', '"none"', "A bidirectional operator has no state."))
     for name, size in (("d", d), ("dv", dv)):
-        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
+        if not arrays.is_integer(size) or size < 1:
             raise OptionError(message(name, "an integer ≥ 1", repr(size), "Pass the size of the last axis."))
     batch, kv_batch = check_batches(batch, kv_batch)
     xp = arrays.namespace(like, "like")

@@ -1,4 +1,4 @@
-"""Backend "numpy": the Array API core. It runs every form on any namespace and is what other backends are tested against."""
+"""Backend "numpy": the Array API core, which runs every form on any namespace. Other backends are tested against it."""
 
 from __future__ import annotations
 

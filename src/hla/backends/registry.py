@@ -132,7 +132,7 @@ class Backend:
             else:
                 found = self.probe()
             self._memo["availability"] = found
-        return found  # type: ignore[no-any-return]
+        return found
 
     @property
     def installed(self) -> bool:
@@ -165,7 +165,7 @@ class Backend:
         found = self._memo.get(operator)
         if found is None:
             found = self._memo[operator] = self.load(operator)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def gradient(self, operator: str) -> Gradient:
         """The function behind `hla.vjp`; loaded once."""
@@ -174,7 +174,7 @@ class Backend:
         if found is None:
             assert self.load_gradient is not None
             found = self._memo[key] = self.load_gradient(operator)
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 _lock = threading.Lock()
