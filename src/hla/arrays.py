@@ -9,6 +9,7 @@ from __future__ import annotations
 import numbers
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -162,6 +163,14 @@ def is_traced(x: Any) -> bool:
 def is_numpy(xp: Namespace) -> bool:
     """Whether `xp` is NumPy, where values are at hand and writing into an array is plain."""
     return _family(xp) == "numpy"
+
+
+def quiet(xp: Namespace) -> AbstractContextManager[Any]:
+    """NumPy's warnings about overflow and NaN off: what comes out of non-finite input is part of the contract."""
+    if not is_numpy(xp):
+        return nullcontext()
+    found: AbstractContextManager[Any] = sys.modules["numpy"].errstate(all="ignore")
+    return found
 
 
 def host_integers(x: Any) -> list[int] | None:

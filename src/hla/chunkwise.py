@@ -35,6 +35,7 @@ def run(problem: Problem) -> tuple[Array, States]:
         token_arrays(problem),
         problem.length,
         problem.chunk_size or default_chunk(problem),
+        out=problem.out,
     )
     return outputs["o"], states
 

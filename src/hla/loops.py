@@ -29,18 +29,20 @@ def fold(
     *,
     reverse: bool = False,
     notes: Any = None,
+    out: Array | None = None,
 ) -> tuple[Carry, Tokens, Any]:
     """Run `body` over pieces of `step` tokens (the last one may be shorter), first to last or last to first.
 
     Returns the last carry, the outputs joined along time, and the notes of the pieces. Notes pass one piece's value
-    from a forward fold to a backward one over the same pieces; their form is this module's own affair.
+    from a forward fold to a backward one over the same pieces; their form is this module's own affair. `out` is where
+    the output "o" is to be written, for NumPy; elsewhere it is left alone.
     """
     if length == 0:
         raise ValueError("fold needs at least one token")
     step = min(step, length)
     if loaded("jax") is not None and any(is_traced(x) and "jax" in type(x).__module__ for x in leaves([carry, tokens])):
         return _fold_traced(xp, body, carry, tokens, length, step, reverse, notes)
-    return _fold_eager(xp, body, carry, tokens, length, step, reverse, notes)
+    return _fold_eager(xp, body, carry, tokens, length, step, reverse, notes, out)
 
 
 def _slice(tokens: Tokens, start: int, stop: int) -> Tokens:
@@ -48,18 +50,31 @@ def _slice(tokens: Tokens, start: int, stop: int) -> Tokens:
 
 
 def _fold_eager(
-    xp: Namespace, body: Body, carry: Carry, tokens: Tokens, length: int, step: int, reverse: bool, notes: Any
+    xp: Namespace,
+    body: Body,
+    carry: Carry,
+    tokens: Tokens,
+    length: int,
+    step: int,
+    reverse: bool,
+    notes: Any,
+    out: Array | None,
 ) -> tuple[Carry, Tokens, Any]:
-    starts = list(range(0, length, step))
-    order = list(enumerate(starts))
+    pieces = range(-(-length // step))
     joined: dict[str, Joined] = {}
-    left: list[Any] = [None] * len(starts)
-    for i, start in reversed(order) if reverse else order:
-        stop = min(start + step, length)
-        carry, outputs, left[i] = body(carry, _slice(tokens, start, stop), None if notes is None else notes[i])
+    left: dict[int, Any] = {}
+    for i in reversed(pieces) if reverse else pieces:
+        start = i * step
+        piece = _slice(tokens, start, min(start + step, length))
+        carry, outputs, note = body(carry, piece, None if notes is None else notes[i])
+        if note is not None:
+            left[i] = note
         for name, x in outputs.items():
-            if x is not None:
-                joined.setdefault(name, Joined(xp, length)).put(start, x)
+            if x is None:
+                continue
+            if name not in joined:
+                joined[name] = Joined(xp, length, out if name == "o" else None)
+            joined[name].put(start, x)
     return carry, {name: pieces.array() for name, pieces in joined.items()}, left
 
 
@@ -70,17 +85,17 @@ class Joined:
     the pieces are joined at the end.
     """
 
-    def __init__(self, xp: Namespace, length: int) -> None:
+    def __init__(self, xp: Namespace, length: int, out: Array | None = None) -> None:
         self._xp, self._length = xp, length
         self._pieces: list[tuple[int, Array]] = []
-        self._whole: Array | None = None
+        self._whole = out
 
     def put(self, start: int, piece: Array) -> None:
         """The tokens from `start` on."""
-        if not is_numpy(self._xp) or piece.shape[-2] == self._length:
-            self._pieces.append((start, piece))
-            return
         if self._whole is None:
+            if not is_numpy(self._xp) or piece.shape[-2] == self._length:
+                self._pieces.append((start, piece))
+                return
             self._whole = self._xp.empty((*piece.shape[:-2], self._length, piece.shape[-1]), dtype=piece.dtype)
         self._whole[..., start : start + piece.shape[-2], :] = piece
 

@@ -45,6 +45,8 @@ class Problem:
     ridge: float = 0.0
     return_state: bool = False
     """whether the caller wants the final states; without it a backend may leave them out"""
+    out: Array | None = None
+    """NumPy only: where the output may be written, so that it exists once; a form may return its own instead"""
     form: str = "chunkwise"
     chunk_size: int | None = None
 
@@ -66,6 +68,10 @@ class Problem:
     def token_batches(self) -> tuple[tuple[int, ...], ...]:
         """Batch axes of the options that vary over heads: they reach every state."""
         return tuple(tuple(x.shape[:-2]) for x in (self.log_decay, self.token_mask, self.starts) if x is not None)
+
+    def output_batch(self) -> tuple[int, ...]:
+        """The batch axes of the output."""
+        return broadcast_shapes(*(tuple(x.shape[:-2]) for x in (self.q, self.k, self.v)))
 
     def shapes(self) -> Shapes:
         """The shapes of all streams and states of this call."""

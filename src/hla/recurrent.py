@@ -21,7 +21,9 @@ def run(problem: Problem) -> tuple[Array, States]:
         states, output = advance(problem, states, tokens)
         return states, {"o": output}, None
 
-    states, outputs, _ = fold(problem.xp, body, problem.initial_states(), token_arrays(problem), problem.length, 1)
+    states, outputs, _ = fold(
+        problem.xp, body, problem.initial_states(), token_arrays(problem), problem.length, 1, out=problem.out
+    )
     return outputs["o"], states
 
 

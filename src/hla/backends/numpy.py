@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hla import bidirectional, chunkwise, gradients, packing, parallel, recurrent, scanwise
-from hla.arrays import Array, broadcast_shapes
+from hla.arrays import Array, quiet
 from hla.backends.registry import Backend, BackendSpec
 from hla.gradients import ProblemGradients
 from hla.problem import Problem, States
@@ -13,8 +13,13 @@ FORMS = {"recurrent": recurrent.run, "scan": scanwise.run, "chunkwise": chunkwis
 
 def run(problem: Problem) -> tuple[Array, States]:
     """Output and final states of any problem."""
+    with quiet(problem.xp):
+        return _run(problem)
+
+
+def _run(problem: Problem) -> tuple[Array, States]:
     if problem.cu_seqlens is not None:
-        return packing.run(problem, run)
+        return packing.run(problem, _run)
     if problem.length == 0:
         return _empty(problem), problem.initial_states()
     if problem.program.spec.mask == "none":
@@ -30,15 +35,19 @@ def plain_form(problem: Problem) -> str:
 
 
 def _empty(problem: Problem) -> Array:
-    batch = broadcast_shapes(*(tuple(x.shape[:-2]) for x in (problem.q, problem.k, problem.v)))
     placed = {} if problem.device is None else {"device": problem.device}
-    return problem.xp.zeros((*batch, 0, problem.v.shape[-1]), dtype=problem.v.dtype, **placed)
+    return problem.xp.zeros((*problem.output_batch(), 0, problem.v.shape[-1]), dtype=problem.v.dtype, **placed)
 
 
 def pull(problem: Problem, d_output: Array, d_final: States | None) -> ProblemGradients:
     """The gradient of `run` applied to cotangents of output and final states."""
+    with quiet(problem.xp):
+        return _pull(problem, d_output, d_final)
+
+
+def _pull(problem: Problem, d_output: Array, d_final: States | None) -> ProblemGradients:
     if problem.cu_seqlens is not None:
-        return packing.pull(problem, d_output, d_final, pull)
+        return packing.pull(problem, d_output, d_final, _pull)
     if problem.length == 0:
         return gradients.pull_empty(problem, d_final)
     return gradients.pull(problem, d_output, d_final)

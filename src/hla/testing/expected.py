@@ -106,13 +106,14 @@ def expected_gradients(
     cotangent = to_numpy(do)
     if "log_decay" in plain:
         arguments["log_decay"] = plain.pop("log_decay")
+    steps = STEP * np.array([1, -1, 2, -2, 3, -3], dtype=float)
     found = {}
     for name, x in arguments.items():
-        # (6 steps, entries, *shape): the definition takes them as batch axes.
-        steps = STEP * np.array([1, -1, 2, -2, 3, -3], dtype=float)
-        one_by_one = np.eye(x.size).reshape(1, x.size, *x.shape)
-        moved = x + steps.reshape(6, 1, *(1,) * x.ndim) * one_by_one
-        given = {**arguments, name: moved}
+        # (6 steps, entries, *batch, …): the definition takes the first two as batch axes.
+        rank = cotangent.ndim - (1 if name == "log_decay" else 0)
+        aligned = (*(1,) * (rank - x.ndim), *x.shape)
+        one_by_one = np.eye(x.size).reshape(1, x.size, *aligned)
+        given = {**arguments, name: x + steps.reshape(6, 1, *(1,) * rank) * one_by_one}
         output = reference.attend(
             operator, given["q"], given["k"], given["v"], order=order, log_decay=given.get("log_decay"), **plain
         )
