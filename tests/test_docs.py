@@ -1,8 +1,8 @@
 """The documentation runs: every Python block of README.md and docs/, and every example in a docstring.
 
-A block under ```` ```python ```` runs always; one under ```` ```python {.torch} ```` or ```` ```python {.jax} ```` runs where
-that library is. Blocks of one page share a namespace and run in order. Blocks that start with ``>>>`` are doctests.
-docs/errata.md has its own test; docs/mathematics.md has no code.
+A block headed "python" runs always; one headed "python {.torch}" or "python {.jax}" runs where that library is. Blocks
+of one page share a namespace and run in order; those that start with ``>>>`` are doctests. docs/errata.md has its own
+test, docs/mathematics.md no code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import hla
-from hla import options, states
+from hla import checks, options, states
 from hla.family import DEFINITIONS, MASKS
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +49,9 @@ def read_blocks(page: Path) -> list[Block]:
                 opened = None
         elif line.startswith("```python"):
             mark = re.fullmatch(r"```python(?: \{\.(\w+)\})?", line)
-            assert mark and mark[1] in (None, *LIBRARIES), f"{page.name}:{number + 1}: unknown mark in {line!r}"
+            where = f"{page.name}:{number + 1}: {line}"
+            assert mark, where
+            assert mark[1] in (None, *LIBRARIES), where
             opened = number, mark[1] or ""
     assert opened is None, f"{page.name}: a block is not closed"
     return blocks
@@ -184,7 +186,7 @@ def test_every_state_field_is_explained() -> None:
                 for ridge in (0.0, 1.0):
                     given = options.Options(mask=mask, definition=definition, normalize=True, ridge=ridge)
                     try:
-                        spec = hla.checks.spec_of(operator, given, order)  # type: ignore[attr-defined]
+                        spec = checks.spec_of(operator, given, order)
                     except hla.OptionError:
                         continue
                     fields |= set(states.state_type(spec)._fields)

@@ -48,6 +48,7 @@ def _lookup(x: Any, argument: str) -> tuple[Namespace, str]:
                 argument, "a plain array", f"{kind.__module__}.{kind.__qualname__}", "Pass numpy.asarray(...) of it."
             )
         )
+    xp: Namespace
     try:
         xp = array_api_compat.array_namespace(x, use_compat=None)
     except TypeError:
@@ -61,9 +62,9 @@ def _lookup(x: Any, argument: str) -> tuple[Namespace, str]:
         ) from None
     if kind.__module__.partition(".")[0] == "numpy" and not hasattr(x, "shape"):
         raise DTypeError(message(argument, "an array", repr(x), "Pass an array."))
-    numpy = loaded("numpy")
-    if _family(xp) == "numpy" and hasattr(numpy, "cumulative_sum"):
-        xp = numpy  # since 2.1 NumPy is the standard itself; the compatibility layer costs a microsecond a call
+    plain: Namespace = loaded("numpy")
+    if _family(xp) == "numpy" and hasattr(plain, "cumulative_sum"):
+        xp = plain  # since 2.1 NumPy is the standard itself; the compatibility layer costs a microsecond a call
     found = _namespaces[kind] = (xp, _family(xp))
     return found
 

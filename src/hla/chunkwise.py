@@ -129,7 +129,7 @@ def _read(
     # A token that holds NaN or inf spoils just the tokens that see it; 0·NaN in the product would spoil the others.
     scores_seen = xp.astype(decay.pairs(power, strict) != 0, spoilt.dtype)
     hit = xp.matmul(scores_seen, spoilt) > 0
-    return xp.where(hit, xp.asarray(float("nan"), dtype=result.dtype), result)
+    return xp.where(hit, xp.full_like(result, float("nan")), result)
 
 
 def _separate_non_finite(xp: Namespace, key: Array, value: Array) -> tuple[Array, Array | None]:

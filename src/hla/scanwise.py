@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hla import segments
+from hla import rules, segments
 from hla.arrays import Array, broadcast_shapes
 from hla.chunkwise import advance, chunk, default_chunk, token_arrays
 from hla.decays import Decay, Decays
@@ -29,7 +29,7 @@ def run(problem: Problem) -> tuple[Array, States]:
     streams = cut.streams(tokens["q"], tokens["k"], tokens["v"], cut.token_mask)
     log_decay = cut.masked_log_decay(tokens["log_decay"], cut.token_mask)
     decay = decays.chunk(step, log_decay, cut.starts)
-    if segments.has_rule(problem.program.spec):
+    if rules.has_matrices(problem.program.spec):
         entering, final = _scan_segments(problem, cut, decay, streams)
     else:
         entering, final = _scan_stages(problem, cut, decay, streams)
@@ -80,7 +80,7 @@ def _after_and_entering(problem: Problem, initial: Array, after: Array) -> tuple
 
 def _scan_segments(problem: Problem, cut: Problem, decay: Decay, streams: dict[str, Array]) -> tuple[States, States]:
     xp, spec = problem.xp, problem.program.spec
-    found = segments.rule(spec)
+    found = rules.rule(spec)
     placed = {} if problem.device is None else {"device": problem.device}
     count = cut.v.shape[-3]
     elements = {
@@ -90,12 +90,12 @@ def _scan_segments(problem: Problem, cut: Problem, decay: Decay, streams: dict[s
     elements = _alike(problem, elements)
 
     def combine(earlier: States, later: States) -> States:
-        return segments.combine_values(xp, found, earlier, later, found.symbols)
+        return rules.combine_values(xp, found, earlier, later, found.symbols)
 
     prefixes = associative_scan(combine, elements, -3)
     initial = problem.initial_states()
     lifted = {symbol: x[..., None, :, :] for symbol, x in initial.items()}
-    after = segments.advance_values(xp, spec, lifted, prefixes)
+    after = rules.combine_values(xp, found, lifted, prefixes, tuple(lifted))
     both = {symbol: _after_and_entering(problem, initial[symbol], x) for symbol, x in after.items()}
     return {s: x for s, (x, _) in both.items()}, {s: x for s, (_, x) in both.items()}
 
@@ -111,7 +111,7 @@ def _alike(problem: Problem, elements: States) -> States:
     }
 
 
-_ADDITIVE = segments.rule(Spec("linear_attention"))
+_ADDITIVE = rules.rule(Spec("linear_attention"))
 
 
 def _scan_stages(problem: Problem, cut: Problem, decay: Decay, streams: dict[str, Array]) -> tuple[States, States]:
@@ -142,8 +142,8 @@ def _scan_state(
     rho = xp.ones_like(own[..., :1, :1]) if through is None else xp.broadcast_to(through, (*own.shape[:-2], 1, 1))
 
     def combine(earlier: States, later: States) -> States:
-        return segments.combine_values(xp, _ADDITIVE, earlier, later, ("P",))
+        return rules.combine_values(xp, _ADDITIVE, earlier, later, ("P",))
 
     prefixes = associative_scan(combine, {"rho": rho, "P": own}, -3)
-    after = segments.combine_values(xp, _ADDITIVE, {"P": initial[..., None, :, :]}, prefixes, ("P",))["P"]
+    after = rules.combine_values(xp, _ADDITIVE, {"P": initial[..., None, :, :]}, prefixes, ("P",))["P"]
     return _after_and_entering(problem, initial, after)

@@ -51,6 +51,15 @@ _WORDS = {
     "D": "strict_key_moment",
     "U": "corrected_query_moment",
     "W": "corrected_value_moment",
+    "K": "spanned_key_moment",
+    "N": "spanned_query_moment",
+    "X": "spanned_key_value_moment",
+    "L": "key_query_coupling",
+    "T": "query_value_coupling",
+    "V": "query_key_coupling",
+    "Y": "key_value_coupling",
+    "M": "key_map",
+    "Z": "value_map",
 }
 _MASSES = {
     "P": "key_mass",
@@ -61,6 +70,11 @@ _MASSES = {
     "H": "correction_mass_2",
     "J": "correction_mass_3",
     "W": "corrected_value_mass",
+    "X": "spanned_key_mass",
+    "T": "query_coupling_mass",
+    "Y": "key_coupling_mass",
+    "M": "key_map_mass",
+    "Z": "value_map_mass",
 }
 SYMMETRIC = ("S", "Q")
 """States that are symmetric matrices: stored on disk as their upper triangle (§5.2)."""

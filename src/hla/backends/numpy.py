@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hla import bidirectional, chunkwise, gradients, packing, parallel, recurrent, scanwise
+from hla import arrays, bidirectional, chunkwise, gradients, packing, parallel, recurrent, scanwise
 from hla.arrays import Array, quiet
 from hla.backends.registry import Backend, BackendSpec
 from hla.gradients import ProblemGradients
@@ -24,7 +24,10 @@ def _run(problem: Problem) -> tuple[Array, States]:
         return _empty(problem), problem.initial_states()
     if problem.program.spec.mask == "none":
         return bidirectional.run(problem), {}
-    return FORMS[plain_form(problem)](problem)
+    form = plain_form(problem)
+    if form == "chunkwise" and arrays.family(problem.v) == "torch" and arrays.is_traced(problem.v):
+        form = "scan"  # a Python loop over chunks would be unrolled into the traced program; this is the same, at once
+    return FORMS[form](problem)
 
 
 def plain_form(problem: Problem) -> str:
