@@ -110,6 +110,12 @@ def device(x: Array) -> Device:
     return array_api_compat.device(x)
 
 
+def beside(x: Array) -> dict[str, Device]:
+    """Keyword arguments that put a new array on the device of `x`."""
+    where = device(x)
+    return {} if where is None else {"device": where}
+
+
 def same_library_and_device(reference: Array, argument: str, **others: Array) -> None:
     """MixedArrayError unless all arrays are of one library and, where both are known, on one device."""
     library = family(reference)
@@ -189,8 +195,7 @@ def cast(xp: Namespace, x: Array, dtype: DType) -> Array:
 def convert_option(xp: Namespace, x: Any, like: Array) -> Array:
     """An option array for a call on `like`: NumPy arrays are host data for every library, others pass through."""
     if family(x) == "numpy" and not is_numpy(xp):
-        where = device(like)
-        return xp.asarray(x) if where is None else xp.asarray(x, device=where)
+        return xp.asarray(x, **beside(like))
     return x
 
 

@@ -7,6 +7,8 @@ with the programs of the prefix mask, whose reads then multiply to Q(KᵀK)(Qᵀ
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hla.arrays import Array, transpose
 from hla.chunkwise import default_chunk, token_arrays
 from hla.family import steps
@@ -74,7 +76,7 @@ def _run_packed(problem: Problem) -> Array:
 def packed_setting(problem: Problem) -> Setting:
     """How the primitive runs for this problem's packed sequences."""
     step = problem.length if problem.form == "parallel" else problem.chunk_size or default_chunk(problem)
-    return Setting(problem.xp, problem.dtype, problem.device, step, starts=problem.starts)
+    return Setting(problem.xp, problem.dtype, problem.placed, step, starts=problem.starts)
 
 
 def whole(setting: Setting, a: Array, b: Array, c: Array) -> Array:
@@ -83,7 +85,7 @@ def whole(setting: Setting, a: Array, b: Array, c: Array) -> Array:
     if setting.starts is None:
         return xp.matmul(a, xp.matmul(transpose(xp, b), c))
     up_to, _ = forward(setting, a, b, c)
-    strict = Setting(xp, setting.dtype, setting.device, setting.chunk_size, strict=True, starts=setting.starts)
+    strict = replace(setting, strict=True)
     flipped = (xp.flip(x, axis=-2) for x in (a, b, c))
     after, _ = forward(reversed_time(strict), *flipped)
     return up_to + xp.flip(after, axis=-2)

@@ -303,8 +303,7 @@ def _check_decays(
             raise OptionError(
                 message("decay", "a number in (0, 1]", repr(decay), "γ multiplies the state at every token.")
             )
-        placed = {} if arrays.device(like) is None else {"device": arrays.device(like)}
-        return xp.full((1, 1), math.log(decay), dtype=dtype, **placed), True
+        return xp.full((1, 1), math.log(decay), dtype=dtype, **arrays.beside(like)), True
     if not arrays.is_array(decay):
         raise DTypeError(message("decay", "a number or a floating array", _describe(decay), "Pass γ in (0, 1]."))
     source = decay

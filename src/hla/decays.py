@@ -22,9 +22,8 @@ _SAFE = -80.0
 class Decays:
     """Makes the factors of one chunk after another; what does not depend on the tokens is computed once."""
 
-    def __init__(self, xp: Namespace, dtype: DType, device: Device, constant: Array | None) -> None:
-        self.xp, self.dtype = xp, dtype
-        self.placed = {} if device is None else {"device": device}
+    def __init__(self, xp: Namespace, dtype: DType, placed: dict[str, Device], constant: Array | None) -> None:
+        self.xp, self.dtype, self.placed = xp, dtype, placed
         self._constant = constant
         self._grids: dict[int, tuple[Array, Array, dict[bool, Array]]] = {}
         self._memo: dict[int, Decay] = {}
@@ -32,7 +31,7 @@ class Decays:
     @classmethod
     def of(cls, problem: Problem) -> Decays:
         """For the chunks of one problem."""
-        return cls(problem.xp, problem.dtype, problem.device, problem.log_decay if problem.constant else None)
+        return cls(problem.xp, problem.dtype, problem.placed, problem.log_decay if problem.constant else None)
 
     def chunk(self, length: int, log_decay: Array | None, starts: Array | None) -> Decay:
         """The factors of a chunk. log_decay: (*b, C, 1) per token, or None; starts: bool (*b, C, 1), or None."""

@@ -79,7 +79,7 @@ class _Pass:
         self._setting = Setting(
             problem.xp,
             problem.dtype,
-            problem.device,
+            problem.placed,
             problem.chunk_size or default_chunk(problem),
             problem.program.state(read.state).power,
             read.strict,

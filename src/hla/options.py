@@ -10,9 +10,7 @@ from typing import Any, TypedDict, TypeVar
 from hla.arrays import Array
 
 
-class Keywords(TypedDict, total=False):
-    """The same keywords for type checkers (PEP 692); a test keeps the two lists equal."""
-
+class _Shared(TypedDict, total=False):
     decay: float | Array | None
     log_decay: Array | None
     scale: float | Array
@@ -22,6 +20,12 @@ class Keywords(TypedDict, total=False):
     mask: str
     definition: str
     token_mask: Array | None
+    backend: str | Sequence[str] | None
+
+
+class Keywords(_Shared, total=False):
+    """The keywords of `Options` for type checkers (PEP 692); a test keeps the two lists equal."""
+
     segment_ids: Array | None
     cu_seqlens: Array | None
     initial_state: Any
@@ -29,23 +33,12 @@ class Keywords(TypedDict, total=False):
     axis: int
     form: str
     chunk_size: int | None
-    backend: str | Sequence[str] | None
 
 
-class StepKeywords(TypedDict, total=False):
-    """Keywords of `hla.step`: those of the operators that make sense for one token."""
+class StepKeywords(_Shared, total=False):
+    """Keywords of `hla.step`: those of the operators that make sense for one token, and its own."""
 
-    decay: float | Array | None
-    log_decay: Array | None
-    scale: float | Array
-    normalize: bool
-    eps: float
-    ridge: float
-    mask: str
-    definition: str
-    token_mask: Array | None
     order: int | None
-    backend: str | Sequence[str] | None
     inplace: bool
 
 

@@ -81,7 +81,7 @@ def _starts(problem: Problem) -> Array:
     """bool (T, 1): where a sequence starts."""
     xp = problem.xp
     offsets: Array = problem.cu_seqlens
-    time = xp.arange(problem.length)[:, None]
+    time = xp.arange(problem.length, **problem.placed)[:, None]
     return xp.any(time == offsets[None, :-1], axis=-1, keepdims=True)
 
 
@@ -89,7 +89,7 @@ def _run_padded(problem: Problem, one: Runner) -> tuple[Array, States]:
     xp, length = problem.xp, problem.length
     offsets: Array = problem.cu_seqlens
     count = offsets.shape[0] - 1
-    index = offsets[:-1, None] + xp.arange(length)[None, :]
+    index = offsets[:-1, None] + xp.arange(length, **problem.placed)[None, :]
     present = index < offsets[1:, None]
     flat = xp.reshape(xp.where(present, index, xp.zeros_like(index)), (-1,))
 
@@ -122,7 +122,7 @@ def _run_padded(problem: Problem, one: Runner) -> tuple[Array, States]:
         cu_seqlens=None,
     )
     output, states = one(padded)
-    time = xp.arange(length)
+    time = xp.arange(length, **problem.placed)
     sequence = xp.sum(xp.astype(offsets[None, 1:] <= time[:, None], offsets.dtype), axis=-1, dtype=offsets.dtype)
     place = sequence * length + time - xp.take(offsets, sequence)
     output = xp.moveaxis(output, 0, -3)

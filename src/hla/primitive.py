@@ -27,7 +27,7 @@ class Setting:
 
     xp: Namespace
     dtype: DType
-    device: Device
+    placed: dict[str, Device]
     chunk_size: int
     power: int = 1
     strict: bool = False
@@ -37,7 +37,7 @@ class Setting:
 
     def decays(self) -> Decays:
         """The decay factors of the pass."""
-        return Decays(self.xp, self.dtype, self.device, self.log_decay if self.constant else None)
+        return Decays(self.xp, self.dtype, self.placed, self.log_decay if self.constant else None)
 
     def tokens(self, **streams: Array) -> Tokens:
         """The streams, and the options that have a time axis."""
@@ -48,8 +48,7 @@ class Setting:
         options = [x for x in (self.log_decay, self.starts) if x is not None]
         batch = broadcast_shapes(*(tuple(x.shape[:-2]) for x in (*streams, *options)))
         shape = (*batch, streams[0].shape[-1], streams[1].shape[-1])
-        placed = {} if self.device is None else {"device": self.device}
-        return self.xp.zeros(shape, dtype=self.dtype, **placed)
+        return self.xp.zeros(shape, dtype=self.dtype, **self.placed)
 
     def spread_cotangent(self, d: Array | None, *streams: Array) -> Array:
         """`d`, or zeros, at the shape that a loop backwards over tokens will keep.
@@ -62,11 +61,10 @@ class Setting:
             return zeros
         shape = broadcast_shapes(tuple(d.shape), tuple(zeros.shape))
         own = (*(1,) * (len(shape) - d.ndim), *d.shape)
-        placed = {} if self.device is None else {"device": self.device}
         d = xp.broadcast_to(xp.reshape(d, own), shape)
         for axis, (have, want) in enumerate(zip(own, shape, strict=True)):
             if have != want:
-                first = xp.arange(want, **placed) == 0
+                first = xp.arange(want, **self.placed) == 0
                 d = xp.where(xp.reshape(first, (want, *(1,) * (len(shape) - axis - 1))), d, xp.zeros_like(d))
         return d
 

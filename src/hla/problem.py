@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from hla.arrays import Array, Device, DType, Namespace, broadcast_shapes, cast, device
+from hla.arrays import Array, Device, DType, Namespace, beside, broadcast_shapes, cast
 from hla.family import Program, Shapes, shapes, weighted_sum
 
 States: TypeAlias = dict[str, Array]
@@ -56,9 +56,9 @@ class Problem:
         return int(self.v.shape[-2])
 
     @property
-    def device(self) -> Device:
-        """The device of the arrays, None where there is none to speak of."""
-        return device(self.v)
+    def placed(self) -> dict[str, Device]:
+        """Keyword arguments that put a new array on the device of these."""
+        return beside(self.v)
 
     @property
     def resets(self) -> bool:
@@ -89,13 +89,12 @@ class Problem:
 
     def initial_states(self) -> States:
         """All states before the first token, at their natural shapes: those given, zeros for the others."""
-        xp, where = self.xp, self.device
-        placed = {} if where is None else {"device": where}
+        xp = self.xp
         result: States = {}
         for symbol, shape in self.shapes().state.items():
             given = (self.initial or {}).get(symbol)
             if given is None:
-                result[symbol] = xp.zeros(shape, dtype=self.dtype, **placed)
+                result[symbol] = xp.zeros(shape, dtype=self.dtype, **self.placed)
             else:
                 given = cast(xp, given, self.dtype)
                 result[symbol] = given if given.shape == shape else xp.broadcast_to(given, shape)
@@ -109,7 +108,7 @@ class Problem:
             q = q * self.scale
         one: Array | None = None
         if token_mask is not None:
-            zero = xp.zeros((), dtype=self.dtype, **({} if self.device is None else {"device": self.device}))
+            zero = xp.zeros((), dtype=self.dtype, **self.placed)
             q, k, v = (xp.where(token_mask, x, zero) for x in (q, k, v))
             one = cast(xp, token_mask, self.dtype)
         result = {"q": q, "k": k, "v": v}

@@ -43,18 +43,19 @@ def _cut(problem: Problem, step: int) -> Problem:
     xp, length = problem.xp, problem.length
     count = -(-length // step)
     missing = count * step - length
-    placed = {} if problem.device is None else {"device": problem.device}
 
     def cut(x: Array | None) -> Array | None:
         if x is None:
             return None
         if missing:
-            x = xp.concat([x, xp.zeros((*x.shape[:-2], missing, x.shape[-1]), dtype=x.dtype, **placed)], axis=-2)
+            x = xp.concat(
+                [x, xp.zeros((*x.shape[:-2], missing, x.shape[-1]), dtype=x.dtype, **problem.placed)], axis=-2
+            )
         return xp.reshape(x, (*x.shape[:-2], count, step, x.shape[-1]))
 
     mask, log_decay = problem.token_mask, problem.log_decay
     if missing and mask is None:
-        mask = xp.ones((length, 1), dtype=xp.bool, **placed)
+        mask = xp.ones((length, 1), dtype=xp.bool, **problem.placed)
         if log_decay is not None and problem.constant:
             log_decay = xp.broadcast_to(log_decay, (*log_decay.shape[:-2], length, 1))
     constant = log_decay is None or log_decay.shape[-2] != length
@@ -81,11 +82,10 @@ def _after_and_entering(problem: Problem, initial: Array, after: Array) -> tuple
 def _scan_segments(problem: Problem, cut: Problem, decay: Decay, streams: dict[str, Array]) -> tuple[States, States]:
     xp, spec = problem.xp, problem.program.spec
     found = rules.rule(spec)
-    placed = {} if problem.device is None else {"device": problem.device}
     count = cut.v.shape[-3]
     elements = {
         symbol: xp.broadcast_to(x, (*x.shape[:-3], count, *x.shape[-2:]))
-        for symbol, x in segments.summarise_chunk(xp, found, decay, streams, problem.dtype, placed).items()
+        for symbol, x in segments.summarise_chunk(xp, found, decay, streams, problem.dtype, problem.placed).items()
     }
     elements = _alike(problem, elements)
 
@@ -133,9 +133,8 @@ def _scan_state(
     problem: Problem, cut: Problem, decay: Decay, state: State, initial: Array, streams: dict[str, Array]
 ) -> tuple[Array, Array]:
     xp = problem.xp
-    placed = {} if problem.device is None else {"device": problem.device}
     single = Program(problem.program.spec, (state,), (), ())
-    zero = xp.zeros(initial.shape[-2:], dtype=problem.dtype, **placed)
+    zero = xp.zeros(initial.shape[-2:], dtype=problem.dtype, **problem.placed)
     own = chunk(xp, single, decay, {state.symbol: zero}, streams)[state.symbol]
     own = xp.broadcast_to(own, (*initial.shape[:-2], cut.v.shape[-3], *own.shape[-2:]))
     through = decay.through(state.power)

@@ -81,8 +81,7 @@ def identity(operator: str, **options: Any) -> Segment:
     found = rule(spec)
     batch = tuple(options["batch"])
     kv_batch = batch if options.get("kv_batch") is None else tuple(options["kv_batch"])
-    xp, where = arrays.namespace(one), arrays.device(one)
-    placed = {} if where is None else {"device": where}
+    xp, placed = arrays.namespace(one), arrays.beside(one)
     values = {
         symbol: xp.zeros((*(kv_batch if symbol == "S" else batch), *size), dtype=one.dtype, **placed)
         for symbol, size in _sizes(found, int(options["d"]), int(options["dv"])).items()
@@ -152,22 +151,21 @@ def _summary(problem: Problem, batch: tuple[int, ...]) -> Segment:
     xp, spec = problem.xp, problem.program.spec
     found = rule(spec)
     decays = Decays.of(problem)
-    placed = {} if problem.device is None else {"device": problem.device}
     extra = broadcast_shapes(*problem.token_batches())
     d, dv = int(problem.q.shape[-1]), int(problem.v.shape[-1])
     batches = (tuple(x.shape[:-2]) for x in (problem.q, problem.k, problem.v))
     states = shapes(found.program, *batches, d, dv, extra).state
-    nothing: States = {RHO: xp.ones((*extra, 1, 1), dtype=problem.dtype, **placed)}
+    nothing: States = {RHO: xp.ones((*extra, 1, 1), dtype=problem.dtype, **problem.placed)}
     for symbol, size in _sizes(found, d, dv).items():
         own = states[symbol][:-2] if symbol in states else batch
-        nothing[symbol] = xp.zeros((*own, *size), dtype=problem.dtype, **placed)
+        nothing[symbol] = xp.zeros((*own, *size), dtype=problem.dtype, **problem.placed)
 
     def body(values: States, tokens: Tokens, _: None) -> tuple[States, Tokens, None]:
         mask = tokens["token_mask"]
         streams = problem.streams(tokens["q"], tokens["k"], tokens["v"], mask)
         log_decay = problem.masked_log_decay(tokens["log_decay"], mask)
         decay = decays.chunk(int(streams["v"].shape[-2]), log_decay, None)
-        later = summarise_chunk(xp, found, decay, streams, problem.dtype, placed)
+        later = summarise_chunk(xp, found, decay, streams, problem.dtype, problem.placed)
         return combine_values(xp, found, values, later, found.symbols), {}, None
 
     values = nothing

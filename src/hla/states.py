@@ -214,8 +214,7 @@ def init_state(
     xp = arrays.namespace(like, "like")
     if arrays.dtype_name(like.dtype) not in arrays.FLOATING:
         raise DTypeError(message("like", "a floating array", arrays.dtype_name(like.dtype), "Pass q, for example."))
-    where = arrays.device(like)
-    placed = {} if where is None else {"device": where}
+    placed = arrays.beside(like)
     from hla.family import shapes
 
     sizes = shapes(program(spec), (), (), (), int(d), int(dv)).state

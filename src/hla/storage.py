@@ -84,9 +84,7 @@ def _triangular_root(count: int) -> int | None:
 
 
 def _take(xp: Any, x: Array, index: list[int]) -> Array:
-    where = arrays.device(x)
-    placed = {} if where is None else {"device": where}
-    return xp.take(x, xp.asarray(index, dtype=xp.int64 if _has_int64(xp) else xp.int32, **placed), axis=-1)
+    return xp.take(x, xp.asarray(index, dtype=xp.int64 if _has_int64(xp) else xp.int32, **arrays.beside(x)), axis=-1)
 
 
 def _has_int64(xp: Any) -> bool:
@@ -177,8 +175,7 @@ def load_state(path: str | os.PathLike[str], like: Array | None = None) -> State
     state = state_type(spec)(**tensors)
     if like is None or arrays.family(like) == "numpy":
         return state
-    xp, where = arrays.namespace(like, "like"), arrays.device(like)
-    placed = {} if where is None else {"device": where}
+    xp = arrays.namespace(like, "like")
     moved = []
     for field, x in zip(state._fields, state, strict=True):
         if x.dtype.name == "float64" and not _has_int64(xp):
@@ -186,7 +183,7 @@ def load_state(path: str | os.PathLike[str], like: Array | None = None) -> State
                 message("like", "a library that holds float64, as saved", "JAX without x64",
                         "Enable jax_enable_x64, or load as NumPy and convert.")
             )  # fmt: skip
-        made = xp.asarray(x, **placed)
+        made = xp.asarray(x, **arrays.beside(like))
         if arrays.dtype_name(made.dtype) != x.dtype.name:
             raise DTypeError(
                 message("like", f"a library that keeps {x.dtype.name}", f"{made.dtype} for {field}", "Load as NumPy.")

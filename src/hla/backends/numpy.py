@@ -38,8 +38,7 @@ def plain_form(problem: Problem) -> str:
 
 
 def _empty(problem: Problem) -> Array:
-    placed = {} if problem.device is None else {"device": problem.device}
-    return problem.xp.zeros((*problem.output_batch(), 0, problem.v.shape[-1]), dtype=problem.v.dtype, **placed)
+    return problem.xp.zeros((*problem.output_batch(), 0, problem.v.shape[-1]), dtype=problem.v.dtype, **problem.placed)
 
 
 def pull(problem: Problem, d_output: Array, d_final: States | None) -> ProblemGradients:

@@ -203,7 +203,7 @@ def call_of(problem: Problem, form: str) -> Call:
         )
         if used
     }
-    library, where = arrays.family(v), problem.device
+    library, where = arrays.family(v), arrays.device(v)
     grad: bool | None = False
     if library == "torch":
         grad = any(x.requires_grad for x in (q, k, v))

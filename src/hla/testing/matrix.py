@@ -111,14 +111,38 @@ class Check:
             note,
         )
 
-    def call(self, inputs: Inputs, options: Options) -> Any:
+    @property
+    def named(self) -> Options:
+        """The keyword `order`, where the operator has it."""
+        return {} if self.order is None else {"order": self.order}
+
+    def call(self, inputs: Inputs, options: Options, state: Any = None) -> Any:
         """The operator on the backend under test, which has to be the one that runs."""
-        named = {"order": self.order} if self.order is not None else {}
-        options = {"form": self.form, "backend": self.backend, **options}
-        plan = hla.explain(self.operator, *inputs, **named, **options)
-        if (plan.backend, plan.form) != (self.backend, options["form"]):
+        chosen = {"form": self.form, "backend": self.backend, **options, **self.named}
+        plan = hla.explain(self.operator, *inputs, **chosen)
+        if (plan.backend, plan.form) != (self.backend, self.form):
             raise AssertionError(f"{plan.backend} would run, form {plan.form}, not {self.backend}, form {self.form}")
-        return getattr(hla, self.operator)(*inputs, **named, **options)
+
+        def run(q: Array, k: Array, v: Array, state: Any) -> Any:
+            return getattr(hla, self.operator)(q, k, v, **chosen, initial_state=state)
+
+        return self.compiled(run)(*inputs, state)
+
+    def step(self, state: Any, token: Inputs, options: Options) -> Any:
+        """`hla.step` on the backend under test."""
+
+        def run(state: Any, q: Array, k: Array, v: Array) -> Any:
+            return hla.step(state, q, k, v, **options, **self.named, backend=self.backend)
+
+        return self.compiled(run)(state, *token)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Under jit for JAX, as it is used; op by op it would compile hundreds of tiny programs."""
+        if self.place.library != "jax":
+            return function
+        import jax
+
+        return jax.jit(function)  # type: ignore[no-any-return]
 
     def expected(self, inputs: Inputs, options: Options) -> Any:
         """The definition's output."""
@@ -173,14 +197,12 @@ def _check_split(check: Check, outcome: Outcome) -> None:
     state, outputs = None, []
     for start, stop in ((0, 13), (13, 13), (13, last)):
         piece, own = _cut(inputs, options, start, stop)
-        carried = {"initial_state": state} if state is not None else {}
-        o, state = check.call(piece, {**own, **carried, "return_state": True})
+        o, state = check.call(piece, {**own, "return_state": True}, state)
         outputs.append(to_numpy(o))
-    named = {"order": check.order} if check.order is not None else {}
     for t in range(last, length):
         token = Inputs(*(x[..., t, :] for x in inputs))
         own = {n: x[..., t] if n in ("log_decay", "token_mask") else x for n, x in options.items() if n != "chunk_size"}
-        o, state = hla.step(state, *token, **named, **own, backend=check.backend)
+        o, state = check.step(state, token, own)
         outputs.append(to_numpy(o)[..., None, :])
     import numpy as np
 
@@ -201,9 +223,7 @@ def _check_packed(check: Check, outcome: Outcome) -> None:
     more = make_inputs(xp, T=count, d=inputs.q.shape[-1], dv=inputs.v.shape[-1], batch=inputs.q.shape[:-2],
                        dtype=check.case.dtype, device=check.place.device, seed=6)  # fmt: skip
     kept = {n: x for n, x in options.items() if n not in ("cu_seqlens", "chunk_size")}
-    named = {"order": check.order} if check.order is not None else {}
-    token = Inputs(*(xp.moveaxis(x, -2, 0) for x in more))
-    o_t, _ = hla.step(state, *token, **named, **kept, backend=check.backend)
+    o_t, _ = check.step(state, Inputs(*(xp.moveaxis(x, -2, 0) for x in more)), kept)
     stepped = to_numpy(o_t)
     for n, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
         longer = Inputs(
@@ -227,13 +247,17 @@ def _check_gradient(check: Check, outcome: Outcome) -> None:
 
 
 def _gradients(check: Check, inputs: Inputs, options: Options, do: Array) -> Iterator[dict[str, Array]]:
+    """From `hla.vjp` where the backend has a gradient for it, and from torch or JAX."""
     library = arrays.family(inputs.q)
     native = library in ("torch", "jax")
     if hla.backends.get(check.backend).load_gradient is not None or not native:
-        named = {"order": check.order} if check.order is not None else {}
-        chosen = {"form": check.form, "backend": check.backend}
-        o, pull = hla.vjp(check.operator, *inputs, **named, **options, **chosen)
-        yield {n: x for n, x in pull(do)._asdict().items() if x is not None}
+        chosen = {"form": check.form, "backend": check.backend, **options, **check.named}
+
+        def pulled(q: Array, k: Array, v: Array, do: Array) -> dict[str, Array]:
+            _, pull = hla.vjp(check.operator, q, k, v, **chosen)
+            return {n: x for n, x in pull(do)._asdict().items() if x is not None}
+
+        yield check.compiled(pulled)(*inputs, do)
     if not native:
         return
     arguments = {**inputs._asdict(), **{n: options[n] for n in ("decay", "log_decay") if arrays.is_array(options.get(n))}}
@@ -253,8 +277,7 @@ def _gradients(check: Check, inputs: Inputs, options: Options, do: Array) -> Ite
     else:
         import jax
 
-        _, back = jax.vjp(run, *arguments.values())
-        found = back(do)
+        found = jax.jit(lambda values, do: jax.vjp(run, *values)[1](do))(tuple(arguments.values()), do)
     yield dict(zip(arguments, found, strict=True))
 
 
@@ -278,18 +301,19 @@ def _check_gradient_through_state(check: Check, outcome: Outcome) -> None:
     (_, _, do) = make_inputs(xp, T=sizes[-2], d=1, dv=sizes[-1], batch=inputs.q.shape[:-2],
                              dtype=check.case.dtype, device=check.place.device, seed=7)  # fmt: skip
     want = expected_gradients(check.operator, *inputs, do, order=check.order, **options)
-    chosen: Options = {"form": check.form, "backend": check.backend, "return_state": True}
-    if check.order is not None:
-        chosen["order"] = check.order
-    (first, own), (second, _) = _cut(inputs, options, 0, 4), _cut(inputs, options, 4, sizes[-2])
-    (_, state), pull_first = hla.vjp(check.operator, *first, **own, **chosen)
-    (_, final), pull_second = hla.vjp(check.operator, *second, **own, **chosen, initial_state=state)
-    zero = type(final)(*(xp.zeros_like(x) for x in final))
-    later = pull_second((do[..., 4:, :], zero))
-    earlier = pull_first((do[..., :4, :], later.initial_state))
-    found = {n: xp.concat([getattr(earlier, n), getattr(later, n)], axis=-2) for n in ("q", "k", "v")}
-    found["decay"] = earlier.decay + later.decay
-    _compare_gradients(check, outcome, inputs, options, found, want)
+    chosen = {"form": check.form, "backend": check.backend, "return_state": True, **options, **check.named}
+
+    def pulled(q: Array, k: Array, v: Array, do: Array) -> dict[str, Array]:
+        first, second = (Inputs(*(x[..., a:b, :] for x in (q, k, v))) for a, b in ((0, 4), (4, sizes[-2])))
+        (_, state), pull_first = hla.vjp(check.operator, *first, **chosen)
+        (_, final), pull_second = hla.vjp(check.operator, *second, **chosen, initial_state=state)
+        zero = type(final)(*(xp.zeros_like(x) for x in final))
+        later = pull_second((do[..., 4:, :], zero))
+        earlier = pull_first((do[..., :4, :], later.initial_state))
+        found = {n: xp.concat([getattr(earlier, n), getattr(later, n)], axis=-2) for n in ("q", "k", "v")}
+        return {**found, "decay": earlier.decay + later.decay}
+
+    _compare_gradients(check, outcome, inputs, options, check.compiled(pulled)(*inputs, do), want)
 
 
 _KINDS: dict[str, Callable[[Check, Outcome], None]] = {
