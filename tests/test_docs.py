@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import hla
-from hla import checks, options, states
+from hla import checks, cli, options, states
 from hla.family import DEFINITIONS, MASKS
 
 ROOT = Path(__file__).parents[1]
@@ -192,6 +192,16 @@ def test_every_state_field_is_explained() -> None:
                     fields |= set(states.state_type(spec)._fields)
     assert fields
     assert not [f for f in fields if f"`{f}`" not in text]
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "bench", "demo"])
+def test_every_command_line_option_is_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    (line,) = re.findall(rf"^\| `hla {command}.*$", text, re.MULTILINE)
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    taken = set(re.findall(r"--\w+", capsys.readouterr().out)) - {"--help", "--json"}
+    assert taken == set(re.findall(r"--\w+", line))
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:

@@ -49,6 +49,11 @@ DECAYS = ("none", "number", "per token", "resets")
 named = pytest.mark.parametrize("name", OPERATORS)
 
 
+def sizes(lib: Any) -> tuple[int, ...]:
+    """Chunk sizes; JAX compiles every operation for every shape that it meets, so it meets fewer."""
+    return (CHUNK, 2 * TOKENS) if lib.name == "jax" else SIZES
+
+
 def draw(length: int = TOKENS, seed: int = 1) -> tuple[Any, Any, Any]:
     rng = np.random.default_rng(seed)
     shape = (BATCH, HEADS, length)
@@ -102,8 +107,8 @@ def serial(name: str, arrays: Any, options: dict[str, Any], start: Any = None) -
     log_decay = np.broadcast_to(log_decay, q.shape[:-1])
     mask = np.broadcast_to(options.get("token_mask", True), q.shape[:-1])
     prefix = own.get("mask") == "prefix"
-    sizes = {"S": (D, D), "Q": (D, D), "R": (D, D)}
-    found = {x: np.zeros((*q.shape[:-2], *sizes.get(x, (D, v.shape[-1])))) for x in ("S", "Q", "R", *WORDS)}
+    square = {"S": (D, D), "Q": (D, D), "R": (D, D)}
+    found = {x: np.zeros((*q.shape[:-2], *square.get(x, (D, v.shape[-1])))) for x in ("S", "Q", "R", *WORDS)}
     if start is not None:
         found |= {x: np.array(np.broadcast_to(value, found[x].shape)) for x, value in start.items()}
     for at in np.ndindex(q.shape[:-2]):
@@ -154,7 +159,7 @@ def test_all_forms_and_chunk_sizes_agree(lib: Any, name: str, kind: str) -> None
     want = judge(name, arrays, {**options, "normalize": normalize, "scale": scale})
     state = serial(name, (scale * arrays[0], *arrays[1:]), options)
     for form in FORMS:
-        for size in SIZES if form in ("scan", "chunkwise") else (None,):
+        for size in sizes(lib) if form in ("scan", "chunkwise") else (None,):
             more = {"form": form, "chunk_size": size, "normalize": normalize, "scale": scale, "return_state": True}
             out, last = call(lib, name, arrays, **options, **more)
             label = f"{name}, {kind}, {form}, {size}"
@@ -171,7 +176,7 @@ def test_bidirectional_chunk_sizes_agree(lib: Any, op: str) -> None:
         own["order"] = 5
     want = budget.expected(op, *arrays, token_mask=mask, **own)
     most = budget.tolerance("float64", TOKENS, D, 7)
-    for form, size in [("parallel", None), *(("chunkwise", n) for n in SIZES)]:
+    for form, size in [("parallel", None), *(("chunkwise", n) for n in sizes(lib))]:
         options = {**own, "token_mask": lib.asarray(mask), "form": form, "chunk_size": size}
         out = getattr(hla, op)(*(lib.asarray(x) for x in arrays), **options)
         budget.assert_within(lib.numpy(out), want, most, "float64", f"{op}, {form}, {size}")
@@ -216,13 +221,13 @@ def test_bidirectional_lengths(lib: Any, op: str, length: int) -> None:
         budget.assert_within(lib.numpy(out), want, budget.tolerance("float64", length, D, 3), "float64", form)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(data=st.data())
 @named
 def test_any_split_equals_the_whole(lib: Any, name: str, data: st.DataObject) -> None:
     """Cut anywhere, into any pieces, each in any form: outputs and last state are those of the whole."""
-    sizes = data.draw(st.lists(st.integers(0, TOKENS), max_size=4), label="cuts")
-    cuts = [0, *sorted(sizes), TOKENS]
+    places = st.sampled_from([0, CHUNK, TOKENS]) if lib.name == "jax" else st.integers(0, TOKENS)
+    cuts = [0, *sorted(data.draw(st.lists(places, max_size=4), label="cuts")), TOKENS]
     kind = data.draw(st.sampled_from(DECAYS), label="decay")
     masked = data.draw(st.booleans(), label="token_mask")
     normalize = data.draw(st.booleans(), label="normalize")
@@ -233,7 +238,7 @@ def test_any_split_equals_the_whole(lib: Any, name: str, data: st.DataObject) ->
     state = None
     for form, (start, stop) in zip(forms, itertools.pairwise(cuts), strict=True):
         piece = {n: x[..., start:stop] if isinstance(x, np.ndarray) else x for n, x in options.items()}
-        more = {"form": form, "chunk_size": 4, "normalize": normalize, "initial_state": state, "return_state": True}
+        more = {"form": form, "chunk_size": CHUNK, "normalize": normalize, "initial_state": state, "return_state": True}
         out, state = call(lib, name, [x[..., start:stop, :] for x in arrays], **piece, **more)
         outs.append(lib.numpy(out))
     budget.assert_within(np.concatenate(outs, axis=-2), whole, 2 * allowed(name, normalize=normalize), "float64")
@@ -331,7 +336,7 @@ def combinations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 8, TOKENS, 64])
-@pytest.mark.parametrize("name", ["linear_attention", "hla2", "ahla", "hla3", "hla2 prefix", "hla3 printed"])
+@pytest.mark.parametrize("name", ["linear_attention", "hla2", "ahla", "hla3", "hla2 prefix", "hla2 printed"])
 def test_the_scan_form_has_logarithmic_depth(lib: Any, name: str, length: int, combinations: list[int]) -> None:
     """At token level segments are combined at most 2⌈log₂ T⌉ + 2 times, all that are ready at once."""
     op, own, _ = OPERATORS[name]
@@ -342,13 +347,14 @@ def test_the_scan_form_has_logarithmic_depth(lib: Any, name: str, length: int, c
     assert 1 <= len(combinations) <= 2 * math.ceil(math.log2(length)) + 2
 
 
-@pytest.mark.parametrize(("order", "fields"), [(4, 3), (5, 4)])
-def test_the_scan_form_of_high_orders_scans_stage_by_stage(
-    lib: Any, order: int, fields: int, combinations: list[int]
+@pytest.mark.parametrize(("name", "fields"), [("order 4", 3), ("order 5", 4), ("hla3 printed", 6)])
+def test_without_segments_the_scan_form_goes_stage_by_stage(
+    lib: Any, name: str, fields: int, combinations: list[int]
 ) -> None:
     """At most one scan for each field of the state."""
+    op, own, _ = OPERATORS[name]
     arrays = [lib.asarray(x) for x in draw()]
-    hla.higher_order(*arrays, order=order, form="scan", chunk_size=1, backend="numpy")
+    getattr(hla, op)(*arrays, **own, form="scan", chunk_size=1, backend="numpy")
     assert 1 <= len(combinations) <= fields * (2 * math.ceil(math.log2(TOKENS)) + 2)
 
 

@@ -1,4 +1,4 @@
-"""`hla.vjp`: every option against finite differences, against autograd of the definition, and in float32 over long time.
+"""`hla.vjp`: every option, against differences, against autograd of the definitions, and in float32 over long time.
 
 Three judges, from small to large: central differences of the operator in NumPy float64, along random directions (all
 options, pairwise); autograd of the defining sums (in the session of torch); and a dense reverse pass written here
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ TOKENS, HEADS, D, DV = 7, 2, 3, 5
 NUMPY = Library("numpy")
 
 
-# --- all options, pairwise ----------------------------------------------------------------------------------------------
+# --- all options, pairwise -------------------------------------------------------------------------------------------
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "operator": ("linear_attention", "hla2", "ahla", "hla3", "order 4", "order 5"),
@@ -67,7 +68,7 @@ def defined(case: Options) -> bool:
 def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[Options]:
     """Cases in which every two values of two options that are defined together meet at least once."""
     names = list(factors)
-    missing = {
+    missing: set[Any] = {
         ((a, i), (b, j))
         for a, b in itertools.combinations(names, 2)
         for i, x in enumerate(factors[a])
@@ -83,20 +84,20 @@ def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[Options]:
             if name in case:
                 continue
 
-            def gain(i: int, name: str = name) -> int:
-                pairs = (((n, v), (name, i)) for n, v in case.items())
-                return sum(p in missing or p[::-1] in missing for p in pairs)
-
             fits = [
                 i
                 for i, x in enumerate(factors[name])
                 if extendable({**{n: factors[n][v] for n, v in case.items()}, name: x}, factors)
             ]
-            case[name] = max(fits, key=gain)
-        chosen = {(p, q) for p, q in itertools.permutations(case.items(), 2)}
-        missing -= chosen
+            case[name] = max(fits, key=partial(newly_met, missing, case, name))
+        missing -= set(itertools.permutations(case.items(), 2))
         cases.append({name: factors[name][case[name]] for name in names})
     return cases
+
+
+def newly_met(missing: set[Any], case: dict[str, int], name: str, i: int) -> int:
+    """How many pairs that have not met yet would meet in a case with this value."""
+    return sum((x, (name, i)) in missing or ((name, i), x) in missing for x in case.items())
 
 
 def extendable(case: Options, factors: dict[str, tuple[Any, ...]]) -> bool:
@@ -177,7 +178,7 @@ def make_call(case: Options, seed: int = 0) -> Call:
     heads = batch[-1:]
     log_decay = -rng.exponential(0.4, (*heads, TOKENS))
     arrays |= {
-        "none": lambda: {},
+        "none": dict,
         "number": lambda: {"decay": 0.8},
         "heads": lambda: {"decay": rng.uniform(0.4, 0.95, heads)},
         "tokens": lambda: {"log_decay": log_decay},
@@ -233,9 +234,28 @@ def derivative(function: Callable[[float], float], h: float = 2.0**-10) -> float
     return sum(w * (function(i * h) - function(-i * h)) for i, w in weights) / (60 * h)
 
 
+def pulled(lib: Library, operator: str, arrays: dict[str, Any], cotangent: Any, **options: Any) -> Any:
+    """(value, gradients) of `hla.vjp`; of the whole as one program where every shape would be compiled op by op."""
+
+    def run(arrays: dict[str, Any], cotangent: Any) -> Any:
+        inputs = dict(arrays)
+        q, k, v = (inputs.pop(name) for name in "qkv")
+        value, pull = hla.vjp(operator, q, k, v, **inputs, **options)
+        return value, pull(cotangent)
+
+    if lib.name != "jax":
+        return run(arrays, cotangent)
+    import jax
+
+    value, found = jax.jit(run)(arrays, cotangent)
+    return value, found
+
+
 @pytest.mark.parametrize("case", CASES, ids=describe)
 def test_against_finite_differences(lib: Library, case: Options) -> None:
     """In every input along a random direction, through the output and the returned state; shapes and dtypes too."""
+    if lib.name == "jax" and case not in CASES[::7]:
+        pytest.skip("every seventh case on jax, where each is compiled; the core's own gradient is the judge there")
     call = make_call(case)
     value = call.value(call.arrays)
     rng = np.random.default_rng(1)
@@ -244,15 +264,15 @@ def test_against_finite_differences(lib: Library, case: Options) -> None:
     def loss(arrays: dict[str, Any]) -> float:
         return sum(float(np.sum(x * d)) for x, d in zip(leaves(call.value(arrays)), flat, strict=True))
 
-    def place(x: Any) -> Any:
-        return lib.asarray(x) if isinstance(x, np.ndarray) else x
-
-    placed = {name: place(x) for name, x in call.arrays.items()}
-    keywords = {name: place(x) for name, x in call.keywords(placed).items()}
-    got, pull = hla.vjp(call.operator, *(placed[name] for name in "qkv"), **keywords)
+    placed = {name: lib.asarray(x) for name, x in call.arrays.items() if isinstance(x, np.ndarray)}
+    keywords = call.keywords({**call.arrays, **placed})
+    traced = {name: keywords.pop(name) for name in ("log_decay", "initial_state") if name in keywords}
+    traced |= {"decay": keywords.pop("decay")} if "decay" in placed else {}
+    options = {name: lib.asarray(x) if isinstance(x, np.ndarray) else x for name, x in keywords.items()}
+    inputs = {**{name: placed[name] for name in "qkv"}, **traced}
+    got, gradients = pulled(lib, call.operator, inputs, cotangent, **options)
     for mine, its in zip(leaves(got), leaves(value), strict=True):
         np.testing.assert_allclose(lib.numpy(mine), its, rtol=1e-10, atol=1e-10)
-    gradients = pull(cotangent)
     assert (gradients.decay is None) == ("decay" not in call.arrays)
     assert (gradients.log_decay is None) == ("log_decay" not in call.arrays)
     assert (gradients.initial_state is None) == (call.state is None)
@@ -296,7 +316,7 @@ def test_inputs_are_not_written_to(case: Options) -> None:
         np.testing.assert_array_equal(mine, its) if mine is not None else None
 
 
-# --- against autograd of the defining sums ------------------------------------------------------------------------------
+# --- against autograd of the defining sums ---------------------------------------------------------------------------
 
 
 def definition(operator: str, q: Any, k: Any, v: Any, log_decay: Any, mask: str, normalize: bool, eps: float) -> Any:
@@ -372,15 +392,15 @@ def test_against_autograd_of_the_definition(
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
 
 
-# --- against jax.grad of the core ---------------------------------------------------------------------------------------
+# --- against jax.grad of the core ------------------------------------------------------------------------------------
 
 
 JAX_CASES = [
     {"operator": "hla2", "decay": "tokens", "normalize": True, "state": "both"},
-    {"operator": "ahla", "decay": "number", "state": "returned", "batch": "grouped"},
+    {"operator": "ahla", "decay": "number", "state": "returned", "batch": "wide values"},
     {"operator": "hla3", "decay": "resets", "state": "initial", "chunk_size": 3},
-    {"operator": "order 5", "decay": "heads", "scale": 0.37, "chunk_size": 3},
-    {"operator": "hla3", "decay": "tokens", "mask": "as_printed", "state": "both", "chunk_size": 3},
+    {"operator": "order 4", "decay": "heads", "scale": 0.37, "batch": "grouped"},
+    {"operator": "hla2", "decay": "tokens", "mask": "as_printed", "state": "both", "chunk_size": 3},
     {"operator": "hla2", "mask": "none", "packing": "segment_ids", "ridge": 0.7},
 ]
 
@@ -405,14 +425,20 @@ def test_jax_differentiates_the_core_alike(lib: Library, given: Options) -> None
 
     expected, got = by_jax(placed, cotangent), by_hla(placed, cotangent)
     for name, want in expected.items():
-        gradient = (
-            getattr(got.initial_state, name.removeprefix("state.")) if "." in name else getattr(got, name)
-        )
+        gradient = getattr(got.initial_state, name.removeprefix("state.")) if "." in name else getattr(got, name)
         want, mine = lib.numpy(want), lib.numpy(gradient)
         np.testing.assert_allclose(mine, want, rtol=1e-9, atol=1e-11 * max(1.0, np.max(np.abs(want))), err_msg=name)
 
 
-# --- float32 over a thousand tokens -------------------------------------------------------------------------------------
+# --- float32 over a thousand tokens ----------------------------------------------------------------------------------
+
+
+STAGES = {  # result, (a, b, c), exponent
+    "linear_attention": [("o", ("q", "k", "v"), 1)],
+    "hla2": [("u", ("q", "k", "k"), 1), ("o", ("q", "u", "v"), 2)],
+    "ahla": [("w", ("q", "k", "v"), 1), ("o", ("q", "k", "w"), 1)],
+    "hla3": [("u", ("q", "k", "k"), 1), ("w", ("q", "k", "v"), 1), ("o", ("q", "u", "w"), 3)],
+}
 
 
 class Dense:
@@ -422,15 +448,8 @@ class Dense:
     and with N = p·Γ^p ∘ (a bᵀ) ∘ (d cᵀ), the gradient of log γ_s sums N over j < s ≤ t.
     """
 
-    STAGES = {  # result, (a, b, c), exponent
-        "linear_attention": [("o", ("q", "k", "v"), 1)],
-        "hla2": [("u", ("q", "k", "k"), 1), ("o", ("q", "u", "v"), 2)],
-        "ahla": [("w", ("q", "k", "v"), 1), ("o", ("q", "k", "w"), 1)],
-        "hla3": [("u", ("q", "k", "k"), 1), ("w", ("q", "k", "v"), 1), ("o", ("q", "u", "w"), 3)],
-    }
-
     def __init__(self, operator: str, q: Any, k: Any, v: Any, log_decay: Any) -> None:
-        self._stages = self.STAGES[operator]
+        self._stages = STAGES[operator]
         self.streams = {"q": q, "k": k, "v": v}
         reset = np.isinf(log_decay)
         total = np.cumsum(np.where(reset, 0.0, log_decay))
@@ -461,7 +480,7 @@ class Dense:
         return {"q": d["q"], "k": d["k"], "v": d["v"], "log_decay": np.where(self._reset, 0.0, spans)}
 
 
-@pytest.mark.parametrize("operator", Dense.STAGES)
+@pytest.mark.parametrize("operator", STAGES)
 def test_the_dense_judge(operator: str) -> None:
     """Its output is the definition's, its gradients are differences of the definition's output."""
     rng = np.random.default_rng(4)
@@ -497,7 +516,7 @@ LONG_DECAYS = {
 }
 
 
-@pytest.mark.parametrize("operator", Dense.STAGES)
+@pytest.mark.parametrize("operator", STAGES)
 @pytest.mark.parametrize("decay", LONG_DECAYS)
 def test_float32_over_long_time(lib: Library, operator: str, decay: str) -> None:
     """Each entry of each gradient, token by token.
@@ -528,7 +547,8 @@ def test_float32_over_long_time(lib: Library, operator: str, decay: str) -> None
         assert mine.dtype == lib.dtype("float32")
         error = np.abs(lib.numpy(mine).astype(np.float64) - want)
         allowed = budget * terms[name]
-        assert np.all(error <= allowed), f"{name}: {np.max(error / (allowed + 1e-300)):.2f} of the budget"
+        wrong = np.argwhere(error > allowed)
+        assert not wrong.size, f"{name}: {len(wrong)} entries, the first at {wrong[0]}, off by {error[tuple(wrong[0])]}"
 
 
 _programs: dict[str, Any] = {}
@@ -540,7 +560,7 @@ def _compiled(run: Any, operator: str) -> Any:
     return _programs.setdefault(operator, jax.jit(run))
 
 
-# --- shapes, dtypes, cotangents -----------------------------------------------------------------------------------------
+# --- shapes, dtypes, cotangents --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -570,35 +590,28 @@ def test_gradients_have_their_inputs_dtypes(lib: Library, dtype: str) -> None:
     assert type(number) is type(lib.asarray(np.zeros(())))
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (HEADS,), (1, 1), (3, 1), (3, HEADS)], ids=str)
-def test_the_decays_own_shape(lib: Library, shape: tuple[int, ...]) -> None:
+OWN_SHAPES = {
+    "decay": [(), (1,), (HEADS,), (1, 1), (3, 1), (3, HEADS)],
+    "log_decay": [(TOKENS,), (1,), (HEADS, 1), (3, 1, TOKENS), (3, HEADS, TOKENS)],
+}
+
+
+@pytest.mark.parametrize("name", OWN_SHAPES)
+def test_the_decays_own_shape(lib: Library, name: str) -> None:
     """Summed over what it was broadcast along, from the gradient of the decay at full shape."""
     rng = np.random.default_rng(7)
-    q, k, v = (lib.asarray(rng.normal(size=(3, HEADS, TOKENS, size))) for size in (D, D, DV))
-    gamma = rng.uniform(0.5, 0.9, shape)
-    full = np.broadcast_to(gamma, (3, HEADS))
-    d = lib.asarray(rng.normal(size=(3, HEADS, TOKENS, DV)))
-    got = lib.numpy(hla.vjp("hla2", q, k, v, decay=lib.asarray(gamma))[1](d).decay)
-    whole = lib.numpy(hla.vjp("hla2", q, k, v, decay=lib.asarray(full))[1](d).decay)
-    assert got.shape == shape
-    padded = (1,) * (2 - len(shape)) + shape
-    axes = tuple(i for i, n in enumerate(padded) if n == 1)
-    np.testing.assert_allclose(got, whole.sum(axis=axes, keepdims=True).reshape(shape), rtol=1e-12)
-
-
-@pytest.mark.parametrize("shape", [(TOKENS,), (1,), (HEADS, 1), (3, 1, TOKENS), (3, HEADS, TOKENS)], ids=str)
-def test_the_log_decays_own_shape(lib: Library, shape: tuple[int, ...]) -> None:
-    rng = np.random.default_rng(8)
-    q, k, v = (lib.asarray(rng.normal(size=(3, HEADS, TOKENS, size))) for size in (D, D, DV))
-    log_decay = -rng.exponential(0.3, shape)
-    full = np.broadcast_to(log_decay, (3, HEADS, TOKENS))
-    d = lib.asarray(rng.normal(size=(3, HEADS, TOKENS, DV)))
-    got = lib.numpy(hla.vjp("hla2", q, k, v, log_decay=lib.asarray(log_decay))[1](d).log_decay)
-    whole = lib.numpy(hla.vjp("hla2", q, k, v, log_decay=lib.asarray(full))[1](d).log_decay)
-    assert got.shape == shape
-    padded = (1,) * (3 - len(shape)) + shape
-    axes = tuple(i for i, n in enumerate(padded) if n == 1)
-    np.testing.assert_allclose(got, whole.sum(axis=axes, keepdims=True).reshape(shape), rtol=1e-12)
+    q, k, v, d = (rng.normal(size=(3, HEADS, TOKENS, size)) for size in (D, D, DV, DV))
+    inputs = {"q": q, "k": k, "v": v}
+    *_, full = OWN_SHAPES[name]
+    for shape in OWN_SHAPES[name] if lib.name != "jax" else OWN_SHAPES[name][::2]:
+        x = rng.uniform(0.5, 0.9, shape) if name == "decay" else -rng.exponential(0.3, shape)
+        whole = hla.vjp("hla2", q, k, v, **{name: np.broadcast_to(x, full)})[1](d)._asdict()[name]
+        placed = {n: lib.asarray(y) for n, y in {**inputs, name: x}.items()}
+        got = lib.numpy(pulled(lib, "hla2", placed, lib.asarray(d))[1]._asdict()[name])
+        assert got.shape == shape
+        padded = (1,) * (len(full) - len(shape)) + shape
+        axes = tuple(i for i, n in enumerate(padded) if n == 1)
+        np.testing.assert_allclose(got, whole.sum(axis=axes, keepdims=True).reshape(shape), rtol=1e-12)
 
 
 def test_a_number_and_an_array_are_one_decay(lib: Library) -> None:
@@ -736,7 +749,11 @@ def test_what_pull_refuses(lib: Library) -> None:
         (lambda: pull_both(o), hla.OptionError, r"^pull: expected \(do, dstate\), .*, got 1 values\. "),
         (lambda: pull_both((o, other)), hla.OptionError, r"^dstate: expected Hla2State, got AhlaState\. "),
         (lambda: pull_both(o, tuple(state)), hla.OptionError, r"^dstate: expected Hla2State, got tuple\. "),
-        (lambda: pull_both(o, short), hla.ShapeError, r"^dstate\.corrected_state: expected shape \(3, 5\), got \(2, 5\)"),
+        (
+            lambda: pull_both(o, short),
+            hla.ShapeError,
+            r"^dstate\.corrected_state: expected shape \(3, 5\), got \(2, 5\)",
+        ),
         (lambda: pull([[1.0]]), hla.DTypeError, r"^do: expected an array .*, got builtins\.list\. "),
     ]
     for call, error, text in refused:

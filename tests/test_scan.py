@@ -59,12 +59,9 @@ def folds(maps: list[tuple[int, int]], *, reverse: bool = False, exclusive: bool
     """All prefixes (or suffixes), one after another, from the definition."""
     result = []
     for t in range(len(maps)):
-        if reverse:
-            part = maps[t + 1 :] if exclusive else maps[t:]
-        else:
-            part = maps[:t] if exclusive else maps[: t + 1]
+        own = slice(t + exclusive, None) if reverse else slice(t + 1 - exclusive)
         slope, offset = 1, 0
-        for a, b in part:
+        for a, b in maps[own]:
             slope, offset = a * slope % MODULUS, (a * offset + b) % MODULUS
         result.append((slope, offset))
     return result
@@ -251,7 +248,7 @@ def test_segments_scan(lib: Library) -> None:
             np.testing.assert_allclose(lib.numpy(mine)[t], its, rtol=1e-12, atol=1e-12)
 
 
-# --- errors -------------------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_lengths_disagree(lib: Library) -> None:
@@ -277,7 +274,7 @@ def test_no_array() -> None:
         associative_scan(lambda a, b: a, ["one", "two"], 0)
 
 
-# --- under a transformation -------------------------------------------------------------------------------------------
+# --- under a transformation ------------------------------------------------------------------------------------------
 
 
 def test_compiled(lib: Library) -> None:

@@ -329,6 +329,8 @@ def _check_packing(
             raise OptionError(
                 message("segment_ids", "non-decreasing ids along T", "a decreasing pair", "Sort the sequences.")
             )
+        if length == 0:
+            return xp.ones_like(ids, dtype=xp.bool)[..., None], None
         changed = ids[..., 1:] != ids[..., :-1]
         first = xp.ones_like(ids[..., :1], dtype=xp.bool)
         return xp.concat([first, changed], axis=-1)[..., None], None

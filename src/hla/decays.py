@@ -66,7 +66,7 @@ class Decay:
             self._log = self._spans(log_decay, constant, row, column)
             if self.resets and starts is None and is_numpy(self._xp):
                 # Values are at hand: D's least entry is the chunk's whole span. Selecting costs more than this look.
-                self.resets = not bool(3 * self._xp.min(self._log[False][..., -1, 0]) > _SAFE)
+                self.resets = not bool(3 * self._xp.min(self._log[False][..., -1, 0], initial=0.0) > _SAFE)
         if starts is not None:
             self._visible = self._same_sequence(starts)
         self._has_log = log_decay is not None

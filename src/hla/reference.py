@@ -46,7 +46,8 @@ def attend(
 ) -> Array:
     r"""The output of an operator from its definition.
 
-    $$o_t = \sum_j w_{tj}\, v_j, \qquad \text{normalised } o_t = \frac{\sum_j w_{tj}\, v_j}{\sum_j w_{tj} + \varepsilon}$$
+    $$o_t = \sum_j w_{tj}\, v_j \qquad \text{or, normalised,} \qquad
+    o_t = \frac{\sum_j w_{tj}\, v_j}{\sum_j w_{tj} + \varepsilon}$$
 
     Args:
         operator: "linear_attention", "hla2", "ahla", "hla3" or "higher_order".

@@ -29,7 +29,10 @@ def run(problem: Problem) -> tuple[Array, States]:
     streams = cut.streams(tokens["q"], tokens["k"], tokens["v"], cut.token_mask)
     log_decay = cut.masked_log_decay(tokens["log_decay"], cut.token_mask)
     decay = decays.chunk(step, log_decay, cut.starts)
-    if rules.has_matrices(problem.program.spec):
+    spec = problem.program.spec
+    # The printed G ← … + D_B C_A has no ρ that a boundary could select by: a NaN in C_A would get past D_B = 0.
+    boundaries = spec.definition == "as_printed" and problem.starts is not None
+    if rules.has_matrices(spec) and not boundaries:
         entering, final = _scan_segments(problem, cut, decay, streams)
     else:
         entering, final = _scan_stages(problem, cut, decay, streams)

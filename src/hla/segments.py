@@ -178,7 +178,7 @@ def _summary(problem: Problem, batch: tuple[int, ...]) -> Segment:
         if symbol == "S":
             values[symbol] = xp.reshape(x, (*(1,) * (len(batch) - len(own)), *x.shape))
         elif own != batch:
-            values[symbol] = xp.asarray(xp.broadcast_to(x, (*batch, *size)), copy=True)
+            values[symbol] = xp.broadcast_to(x, (*batch, *size)) + 0.0
     return _segment(spec, values)
 
 

@@ -152,7 +152,8 @@ def finished(xp: Namespace, program: Program, values: States, batch: tuple[int, 
             wanted = (*(1,) * (len(batch) - len(axes)), *axes)
             result[symbol] = x if wanted == axes else xp.reshape(x, (*wanted, *x.shape[-2:]))
         elif axes != batch:
-            result[symbol] = xp.asarray(xp.broadcast_to(x, (*batch, *x.shape[-2:])), copy=True)
+            # A sum is the caller's own array; asarray(copy=True) would be too, but leaves torch's graph before 2.13.
+            result[symbol] = xp.broadcast_to(x, (*batch, *x.shape[-2:])) + 0.0
         else:
             result[symbol] = x
     return from_arrays(program.spec, result)

@@ -20,9 +20,10 @@ def run(problem: Problem) -> tuple[Array, States]:
 def _run(problem: Problem) -> tuple[Array, States]:
     if problem.cu_seqlens is not None:
         return packing.run(problem, _run)
-    if problem.length == 0:
-        return _empty(problem), problem.initial_states()
-    if problem.program.spec.mask == "none":
+    whole = problem.program.spec.mask == "none"
+    if problem.length == 0:  # states are copied: what is returned must not be the caller's own arrays
+        return _empty(problem), {} if whole else {s: x + 0.0 for s, x in problem.initial_states().items()}
+    if whole:
         return bidirectional.run(problem), {}
     form = plain_form(problem)
     if form == "chunkwise" and arrays.family(problem.v) == "torch" and arrays.is_traced(problem.v):

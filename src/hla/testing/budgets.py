@@ -24,6 +24,7 @@ chain of L reads, whose relative errors add:
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 from hla.arrays import FLOATING, Array, dtype_name
@@ -96,7 +97,7 @@ def reads(operator: str, order: int | None = None) -> int:
     known = {"linear_attention": 1, "hla2": 2, "ahla": 2, "hla3": 3, "higher_order": order}
     found = known.get(operator)
     if found is None:
-        raise OptionError(message("operator", f"one of {', '.join(known)}", repr(operator), "Give higher_order an order."))
+        raise OptionError(message("operator", f"one of {', '.join(known)}", repr(operator), "Give order=…, too."))
     return found
 
 
@@ -137,9 +138,7 @@ def per_token_error(o: Array, reference: Array, *, cu_seqlens: Any = None) -> fl
         return 0.0
     if cu_seqlens is not None:
         offsets = [int(i) for i in to_numpy(cu_seqlens)]
-        pieces = [
-            per_token_error(got[..., a:b, :], want[..., a:b, :]) for a, b in zip(offsets, offsets[1:], strict=False)
-        ]
+        pieces = [per_token_error(got[..., a:b, :], want[..., a:b, :]) for a, b in pairwise(offsets)]
         return max(pieces, default=0.0)
     if not np.isfinite(got).all():
         return math.inf

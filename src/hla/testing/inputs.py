@@ -148,7 +148,7 @@ def make_cu_seqlens(xp: Namespace, *, T: int, count: int, device: Device = None,
     Example:
         >>> import numpy as np
         >>> make_cu_seqlens(np, T=20, count=4).tolist()
-        [0, 13, 13, 17, 20]
+        [0, 10, 10, 17, 20]
     """
     return to_library(xp, _offsets(T, count, seed), None, device)
 
@@ -203,7 +203,7 @@ def has_float64(xp: Namespace) -> bool:
 def _jax_x64() -> bool:
     import jax
 
-    return bool(jax.config.jax_enable_x64)
+    return bool(jax.dtypes.canonicalize_dtype("float64") == "float64")
 
 
 def find_dtype(xp: Namespace, name: str) -> DType:
@@ -220,4 +220,6 @@ def find_dtype(xp: Namespace, name: str) -> DType:
                 import numpy as np
 
                 return np.dtype(ml_dtypes.bfloat16)
-    raise OptionError(message("dtype", f"a floating dtype of {xp.__name__}", repr(name), f"One of {', '.join(FLOATING)}."))
+    raise OptionError(
+        message("dtype", f"a floating dtype of {xp.__name__}", repr(name), f"One of {', '.join(FLOATING)}.")
+    )

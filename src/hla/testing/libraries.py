@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,31 @@ class Placement:
     @property
     def xp(self) -> Namespace:
         """The library's Array API namespace."""
-        return installed_libraries()[self.library]
+        return find_library(self.library)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` under jit for JAX, as it is used there: op by op it would compile hundreds of tiny programs."""
+        if self.library != "jax":
+            return function
+        import jax
+
+        return jax.jit(function)
+
+    def wait(self, result: Any) -> Any:
+        """`result` when it is there: JAX, CuPy and torch on a GPU return before the work is done."""
+        if self.library == "jax":
+            import jax
+
+            jax.block_until_ready(result)  # type: ignore[no-untyped-call,unused-ignore]
+        elif self.library == "torch" and self.device is not None and self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        elif self.library == "cupy":
+            import cupy
+
+            cupy.cuda.get_current_stream().synchronize()
+        return result
 
     def __str__(self) -> str:
         if self.device is None:
@@ -35,8 +60,7 @@ class Placement:
         return f"{self.library} {name}"
 
 
-_found: dict[str, Namespace] = {}
-_searched: list[bool] = []
+_found: dict[str, Namespace | None] = {}
 
 
 def installed_libraries() -> dict[str, Namespace]:
@@ -49,34 +73,21 @@ def installed_libraries() -> dict[str, Namespace]:
         >>> "numpy" in installed_libraries()
         True
     """
-    if not _searched:
-        for name in LIBRARIES:
-            if importlib.util.find_spec(name) is None:
-                continue
+    found = ((name, find_library(name)) for name in LIBRARIES)
+    return {name: xp for name, xp in found if xp is not None}
+
+
+def find_library(name: str) -> Namespace | None:
+    """A library's namespace; None where it is not installed, or cannot make an array on this machine."""
+    if name not in _found:
+        _found[name] = None
+        if importlib.util.find_spec(name) is not None:
             try:
-                _found[name] = _namespace(name)
-            except ImportError:  # present, but of no use on this machine, e.g. CuPy without its driver
-                continue
-        _searched.append(True)
-    return dict(_found)
-
-
-def _namespace(name: str) -> Namespace:
-    import importlib
-
-    module = importlib.import_module(name)
-    if name == "cupy" and not _works(lambda: module.zeros(1)):
-        raise ImportError("no device")
-    sample = importlib.import_module("jax.numpy").zeros(1) if name == "jax" else module.zeros(1)
-    return arrays.namespace(sample)
-
-
-def _works(attempt: Callable[[], Any]) -> bool:
-    try:
-        attempt()
-    except Exception:  # whatever a driver raises, the library is of no use here
-        return False
-    return True
+                module = importlib.import_module("jax.numpy" if name == "jax" else name)
+                _found[name] = arrays.namespace(module.zeros(1))
+            except Exception:  # whatever a missing driver raises, the library is of no use here
+                return None
+    return _found[name]
 
 
 def devices(library: str) -> list[Device]:
@@ -92,11 +103,12 @@ def devices(library: str) -> list[Device]:
     return [None]
 
 
-def placements(backend: str, *, every_device: bool = True) -> list[Placement]:
+def placements(backend: str, libraries: Sequence[str] | None = None, *, every_device: bool = True) -> list[Placement]:
     """Where a backend runs: the installed libraries, and their devices, whose arrays it accepts.
 
     Args:
         backend: the name of a registered backend.
+        libraries: names of array libraries to look at; None for all.
         every_device: also second devices of a library that exist for testing only.
 
     Returns:
@@ -106,16 +118,18 @@ def placements(backend: str, *, every_device: bool = True) -> list[Placement]:
         UnknownBackendError: no backend of that name.
 
     Example:
-        >>> [str(p) for p in placements("numpy")][0]
-        'numpy'
+        >>> [str(p) for p in placements("numpy", ["numpy"])]
+        ['numpy']
     """
     import hla
     from hla.testing.inputs import make_inputs
 
     families = hla.backends.get(backend).spec.families
     result = []
-    for library, xp in installed_libraries().items():
-        if "*" not in families and library not in families:
+    for library in LIBRARIES:
+        wanted = (libraries is None or library in libraries) and ("*" in families or library in families)
+        xp = find_library(library) if wanted else None
+        if xp is None:
             continue
         for device in devices(library):
             if library == "array_api_strict" and device is not None and not every_device:
@@ -127,6 +141,20 @@ def placements(backend: str, *, every_device: bool = True) -> list[Placement]:
                 continue
             result.append(Placement(library, device))
     return result
+
+
+def home(backend: str) -> Placement | None:
+    """Where a backend is at home: its own library's arrays, on a GPU if there is one; None where it cannot run.
+
+    Example:
+        >>> str(home("numpy"))
+        'numpy'
+    """
+    import hla
+
+    families = hla.backends.get(backend).spec.families
+    found = placements(backend, ["numpy"] if "*" in families else families)
+    return found[-1] if found else None
 
 
 def to_numpy(x: Array) -> Any:
