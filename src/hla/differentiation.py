@@ -133,11 +133,11 @@ def _decay_gradients(checked: Checked, options: Options, d: Array | None) -> tup
     given = options.decay
     total = xp.sum(d, axis=(-2, -1), dtype=d.dtype)
     if not arrays.is_array(given):
-        return xp.sum(total, dtype=d.dtype) / given, None
+        return xp.asarray(xp.sum(total, dtype=d.dtype) / given), None  # NumPy's sum is a scalar
     total = arrays.sum_to(xp, total, _padded(given.shape, total.ndim))
     total = xp.reshape(total, tuple(given.shape))
     gamma = arrays.cast(xp, arrays.convert_option(xp, given, checked.problem.v), d.dtype)
-    return _like(xp, total / gamma, given), None
+    return _like(xp, xp.asarray(total / gamma), given), None
 
 
 def _padded(shape: Any, rank: int) -> tuple[int, ...]:

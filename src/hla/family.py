@@ -27,7 +27,7 @@ OPERATORS = ("linear_attention", "hla2", "ahla", "hla3", "higher_order")
 """Public operators. Orders 1, 2 and 3 of `higher_order` are the first, second and fourth."""
 MASKS = ("causal", "prefix", "none")
 DEFINITIONS = ("exact", "as_printed")
-MASS = "1"
+MASS = "'"
 """Suffix of a denominator's twin: state "F1" is F with every v_j replaced by 1."""
 
 

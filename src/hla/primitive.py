@@ -122,7 +122,7 @@ def backward(
 
     Recomputes the states, keeps one per chunk: memory O(inputs + (T/C) d dv).
     """
-    xp, decays = setting.xp, setting.decays()
+    xp, decays, decays_back = setting.xp, setting.decays(), setting.decays()  # a traced loop's factors stay inside it
     length = int(a.shape[-2])
 
     def keep(state: Array, tokens: Tokens, _: None) -> tuple[Array, Tokens, Any]:
@@ -133,7 +133,7 @@ def backward(
     _, _, entering = fold(xp, keep, start, setting.tokens(b=b, c=c), length, setting.chunk_size)
 
     def body(state: Array, tokens: Tokens, before: Array) -> tuple[Array, Tokens, None]:
-        decay = decays.chunk(int(tokens["a"].shape[-2]), tokens["log_decay"], tokens["starts"])
+        decay = decays_back.chunk(int(tokens["a"].shape[-2]), tokens["log_decay"], tokens["starts"])
         return _chunk_backward(setting, decay, tokens, before, state)
 
     finish = setting.spread_cotangent(d_final, a, d, b, c)

@@ -34,7 +34,7 @@ UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, 
 """Half the distance from 1 to the next number."""
 FAILURE = 1e-9
 """δ: how often a comparison of correct results may exceed its budget."""
-FIRST_ROWS = 8
+FIRST_ROWS = 4
 """These share one scale: a single product q·k can be near zero by chance, and its relative error large."""
 
 
@@ -107,7 +107,7 @@ def per_token_error(o: Array, reference: Array, *, cu_seqlens: Any = None) -> fl
     $$\max_t \frac{\max_c |o_{tc} - r_{tc}|}{\max(\max_c |r_{tc}|,\; s_t)}, \qquad
     s_t^2 = \frac{1}{t+1} \sum_{u \le t} \max_c |r_{uc}|^2$$
 
-    The running scale s_t starts with 8 rows at once, and anew in each packed sequence. Where the scale is 0 the output
+    The running scale s_t starts with 4 rows at once, and anew in each packed sequence. Where the scale is 0 the output
     has to be exactly 0; anything not finite has an infinite error.
 
     Args:
