@@ -3,6 +3,8 @@
 For each d and T all sizes and the default (`chunk_size=None`) take turns within one run; the total work T·heads·d² is
 kept about the same. The last column is the default's time over the best time.
 
+On a busy machine set OPENBLAS_NUM_THREADS=1: threads that wait for each other measure the neighbours.
+
     python benchmarks/chunk_size.py [--d 32,64,128] [--lengths 64,512,4096,65536] [--rounds 5]
 """
 

@@ -3,6 +3,8 @@
 Compared are `hla.hla2(form="chunkwise")`, a loop over the corrected state (S, F), o = qᵀF, and a loop over the state of
 the paper's Algorithm 1, (S, C, m, G, h), o = q(SC − G). Targets: 6 times the first loop, 9 times the second.
 
+On a busy machine set OPENBLAS_NUM_THREADS=1: threads that wait for each other measure the neighbours.
+
     python benchmarks/numpy_speed.py [--T 4096] [--rounds 5]
 """
 

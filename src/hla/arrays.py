@@ -96,7 +96,10 @@ def dtype_name(dtype: DType) -> str:
     key = (type(dtype), dtype)  # array-api-strict's dtypes hash like NumPy's, and warn when compared with them
     name = _dtype_names.get(key)
     if name is None:
-        name = getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
+        if isinstance(dtype, type):  # NumPy's dtypes are also spelled as classes
+            name = dtype.__name__
+        else:
+            name = getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
         _dtype_names[key] = name
     return name
 

@@ -439,13 +439,9 @@ def check_batches(batch: tuple[int, ...], kv_batch: tuple[int, ...] | None) -> t
     """Batch axes as given to `init_state`: (batch, kv_batch), kv_batch broadcasting to batch."""
 
     def axes(name: str, value: Any) -> tuple[int, ...]:
-        try:
-            result = tuple(int(n) for n in value)
-        except TypeError:
-            raise OptionError(message(name, "a tuple of sizes", repr(value), "Pass e.g. (B, H).")) from None
-        if any(n < 0 for n in result):
-            raise OptionError(message(name, "sizes ≥ 0", repr(value), "Pass e.g. (B, H)."))
-        return result
+        if not isinstance(value, (tuple, list)) or not all(arrays.is_integer(n) and n >= 0 for n in value):
+            raise OptionError(message(name, "a tuple of sizes ≥ 0", repr(value), "Pass e.g. (B, H)."))
+        return tuple(int(n) for n in value)
 
     batch = axes("batch", batch)
     if kv_batch is None:

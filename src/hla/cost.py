@@ -87,24 +87,26 @@ def cost(
     for name, size, least in (("T", T, 0), ("d", d, 1), ("dv", dv, 1), ("heads", heads, 1)):
         if not arrays.is_integer(size) or size < least:
             raise OptionError(message(name, f"an integer ≥ {least}", repr(size), "Pass a size."))
+    if chunk_size is not None and (not arrays.is_integer(chunk_size) or chunk_size < 1):
+        raise OptionError(message("chunk_size", "an integer ≥ 1 or None", repr(chunk_size), "Pass a size."))
+    T, d, dv, heads = int(T), int(d), int(dv), int(heads)
     if form not in FORMS:
         raise OptionError(message("form", f"one of {', '.join(FORMS)}", repr(form), "Check the spelling."))
     if dtype not in FLOATING:
         raise OptionError(message("dtype", f"one of {', '.join(FLOATING)}", repr(dtype), "Check the spelling."))
     options = Options(mask=mask, definition=definition, normalize=normalize, ridge=ridge)
     found = program(spec_of(operator, options, order))
-    chunk = {"recurrent": 1, "parallel": max(T, 1)}.get(form, min(chunk_size or _DEFAULT_CHUNK, max(T, 1)))
+    longest = {"recurrent": 1, "parallel": max(T, 1)}.get(form, int(chunk_size or _DEFAULT_CHUNK))
+    chunk = min(longest, max(T, 1))
     wide = 8 if dtype == "float64" else 4
-    per_token = _flops_per_token(found, d, dv, chunk, form)
     state = 0 if mask == "none" else _state_numbers(found, d, dv)
+    in_long_sequences = ("chunkwise", _DEFAULT_CHUNK) if form == "parallel" else (form, longest)
     return Cost(
-        flops=per_token * T * heads,
+        flops=_flops_per_token(found, d, dv, chunk, form) * T * heads,
         state_bytes=state * wide * heads,
         activation_bytes=_activation_numbers(found, d, dv, chunk, T, form) * wide * heads,
         kv_cache_bytes=T * (d + dv) * _BYTES[dtype] * heads,
-        crossover=math.ceil(
-            _flops_per_token(found, d, dv, _DEFAULT_CHUNK if form == "parallel" else chunk, "chunkwise") / (d + dv)
-        ),
+        crossover=math.ceil(_flops_per_token(found, d, dv, in_long_sequences[1], in_long_sequences[0]) / (d + dv)),
     )
 
 
@@ -114,7 +116,8 @@ def _state_numbers(found: Program, d: int, dv: int) -> int:
 
 def _flops_per_token(found: Program, d: int, dv: int, chunk: int, form: str) -> int:
     sizes = shapes(found, (), (), (), d, dv)
-    within = 0 if form == "recurrent" else chunk
+    alone = form == "recurrent" or found.spec.mask == "none"  # no pairs of tokens: states only
+    within = 0 if alone else chunk
     scored: set[tuple[str, str, int, bool]] = set()
     total = 0
     for symbol, state, read in steps(found):
@@ -126,7 +129,7 @@ def _flops_per_token(found: Program, d: int, dv: int, chunk: int, form: str) -> 
             scored.add(pair)
             total += 2 * within * rows
         total += 2 * within * columns
-        total += 0 if form == "parallel" else 2 * rows * columns
+        total += 0 if form == "parallel" and not alone else 2 * rows * columns
     updates = sum(2 * shape[-2] * shape[-1] for shape in sizes.state.values())
     if form == "scan":  # summaries of the segments, and about two combinations a segment
         updates += updates + 4 * updates // max(chunk, 1)

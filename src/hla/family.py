@@ -28,7 +28,7 @@ OPERATORS = ("linear_attention", "hla2", "ahla", "hla3", "higher_order")
 MASKS = ("causal", "prefix", "none")
 DEFINITIONS = ("exact", "as_printed")
 MASS = "'"
-"""Suffix of a denominator's twin: state "F1" is F with every v_j replaced by 1."""
+"""Suffix of a denominator's twin: state "F'" is F with every v_j replaced by 1."""
 
 
 class Spec(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hla import arrays
 from hla.arrays import Array
-from hla.errors import DTypeError, OptionError, message
+from hla.errors import DTypeError, OptionError, ShapeError, message
 
 NAMES = ("identity", "elu+1", "relu", "softmax")
 
@@ -25,6 +25,7 @@ def feature_map(x: Array, name: str) -> Array:
     Raises:
         OptionError: an unknown name.
         DTypeError: x is no floating array.
+        ShapeError: x has no axes.
 
     Example:
         >>> import numpy as np, hla
@@ -35,6 +36,8 @@ def feature_map(x: Array, name: str) -> Array:
     found = arrays.dtype_name(x.dtype)
     if found not in arrays.FLOATING:
         raise DTypeError(message("x", "a floating dtype", found, "Convert x to a floating dtype."))
+    if x.ndim == 0:
+        raise ShapeError(message("x", "at least one axis, the features", "shape ()", "Pass (*batch, T, d)."))
     if name not in NAMES:
         raise OptionError(message("name", f"one of {', '.join(NAMES)}", repr(name), "Check the spelling."))
     if name == "identity":

@@ -81,7 +81,7 @@ SYMMETRIC = ("S", "Q")
 
 
 def field_name(symbol: str) -> str:
-    """The word for a symbol: "F" → "corrected_state", "F1" → its denominator, "F2" → the second stage's."""
+    """The word for a symbol: "F" → "corrected_state", "F'" → its denominator, "F2" → the second stage's."""
     letter, rest = symbol[0], symbol[1:]
     mass = rest.endswith(MASS)
     stage = rest[: -len(MASS)] if mass else rest

@@ -170,6 +170,8 @@ def load_state(path: str | os.PathLike[str], like: Array | None = None) -> State
     Example:
         See `save_state`.
     """
+    if like is not None:
+        arrays.namespace(like, "like")
     data = Path(path).read_bytes()
     spec, tensors = _read(os.fspath(path), data)
     state = state_type(spec)(**tensors)
@@ -232,7 +234,7 @@ def _read(name: str, data: bytes) -> tuple[Spec, dict[str, Any]]:
 def _metadata(data: bytes) -> dict[str, str]:
     """The metadata of a safetensors file: its header is a length (8 bytes, little endian) and JSON."""
     size = int.from_bytes(data[:8], "little")
-    found = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    found = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
     return {str(key): str(value) for key, value in found.items()}
 
 
@@ -261,9 +263,15 @@ def _check_sizes(spec: Spec, symbols: dict[str, str], fields: dict[str, Any], wr
     for symbol, x in found.items():
         if tuple(x.shape[-2:]) != sizes[symbol]:
             raise wrong(f"{field_name(symbol)} of shape {x.shape}, expected last axes {sizes[symbol]}")
+    if d < 1 or dv < 1:
+        raise wrong("a field without values")
     if len({x.dtype for x in found.values()}) > 1:
         raise wrong("fields of different dtypes")
+    batches = {x.shape[:-2] for symbol, x in found.items() if symbol != "S"}
+    keys = found["S"].shape[:-2] if "S" in found else ()
     try:
-        arrays.broadcast_shapes(*(x.shape[:-2] for x in found.values()))
+        fits = len(batches) == 1 and arrays.broadcast_shapes(keys, *batches) in batches
     except ValueError:
-        raise wrong("fields whose batch axes do not fit together") from None
+        fits = False
+    if not fits:
+        raise wrong("fields whose batch axes do not fit together")

@@ -56,6 +56,8 @@ def step(state: State, q_t: Array, k_t: Array, v_t: Array, **options: Unpack[Ste
         if name not in KEYWORDS:
             raise unknown_keyword("step", name, KEYWORDS)
     order, inplace = given.pop("order", None), given.pop("inplace", False)
+    if not isinstance(inplace, bool):
+        raise OptionError(message("inplace", "True or False", repr(inplace), "Pass a Python bool."))
     _check_order(state, order)
     check_inputs(q_t, k_t, v_t, 1)
     q, k, v = (x[..., None, :] for x in (q_t, k_t, v_t))

@@ -84,7 +84,8 @@ class BackendSpec:
     @property
     def install(self) -> str:
         """The command that installs what the backend needs."""
-        return f'pip install "{self.pip or (f"hla[{self.extra}]" if self.extra else " ".join(self.requires))}"'
+        wanted = [self.pip] if self.pip else [f"hla[{self.extra}]"] if self.extra else self.requires
+        return " ".join(["pip install", *(f'"{name}"' for name in wanted)])
 
 
 def _yes_probe() -> Verdict:
@@ -238,7 +239,7 @@ def registered() -> Mapping[str, Backend]:
         return _registry
     from hla.backends import builtin
 
-    found = {**builtin(), **_from_entry_points()}
+    found = {**_from_entry_points(), **builtin()}  # a plug-in does not take a built-in name
     with _lock:
         if not _complete:
             _registry = MappingProxyType({**found, **_registry})
@@ -260,7 +261,7 @@ def _from_entry_points() -> dict[str, Backend]:
                 raise TypeError(f"{point.value} is {type(backend).__name__}, not hla.backends.Backend")
         except Exception as error:  # any fault of a plug-in must reach its user as a reason, not break the others
             backend = _broken(point.name, f"plug-in {point.value} failed to load: {type(error).__name__}: {error}")
-        result[point.name] = backend
+        result[backend.spec.name] = backend
     return result
 
 

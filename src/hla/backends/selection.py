@@ -62,6 +62,8 @@ def names_of(value: Any) -> Names:
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else (value,)
     if names == ("auto",):
         return ()
+    if "auto" in names:
+        raise OptionError(message("backend", '"auto" alone, or names', f"{names}", "Drop one or the other."))
     for name in names:
         if not isinstance(name, str) or name not in _registry.registered():
             raise _registry.unknown(name)

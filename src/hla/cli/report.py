@@ -7,7 +7,7 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,11 +189,6 @@ def pick_backends(named: str | None) -> tuple[list[str], list[str]]:
 def split(text: str) -> list[str]:
     """The parts of a comma-separated argument."""
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def table_rows(rows: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Rows for a `Table`."""
-    return [tuple(row) for row in rows]
 
 
 def size_text(count: float) -> str:
