@@ -175,12 +175,23 @@ def is_numpy(xp: Namespace) -> bool:
     return _family(xp) == "numpy"
 
 
-def quiet(xp: Namespace) -> AbstractContextManager[Any]:
-    """NumPy's warnings about overflow and NaN off: what comes out of non-finite input is part of the contract."""
-    numpy = loaded("numpy")
-    if numpy is None or _family(xp) in ("torch", "jax", "cupy"):  # others may be NumPy inside, like array-api-strict
+def undisturbed(xp: Namespace, x: Array) -> AbstractContextManager[Any]:
+    """The library's own ambient settings off while the core computes on arrays like `x`.
+
+    NumPy's warnings about overflow and NaN: what comes out of non-finite input is part of the contract. torch's
+    autocast: it would multiply in 16 bits what has to be accumulated in 32.
+    """
+    library = _family(xp)
+    if library == "torch":
+        torch = sys.modules["torch"]
+        kind = x.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            disabled: AbstractContextManager[Any] = torch.autocast(kind, enabled=False)
+            return disabled
         return nullcontext()
-    found: AbstractContextManager[Any] = numpy.errstate(all="ignore")
+    if library in ("jax", "cupy"):
+        return nullcontext()
+    found: AbstractContextManager[Any] = sys.modules["numpy"].errstate(all="ignore")  # others may be NumPy underneath
     return found
 
 
@@ -217,7 +228,7 @@ def transpose(xp: Namespace, x: Array) -> Array:
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The common shape by the Array API's broadcasting rules; ValueError where there is none."""
-    rank = max((len(s) for s in shapes), default=0)
+    rank = max([0, *[len(s) for s in shapes]])
     result = [1] * rank
     for shape in shapes:
         for i, size in enumerate(shape, rank - len(shape)):

@@ -70,7 +70,7 @@ def vjp(
     checked = check_call(operator, q, k, v, read, order)
     call = selection.call_of(checked.problem, checked.form)
     backend = selection.resolve(call, read.backend, gradient=True)
-    value = execute(checked, read)
+    value = execute(checked, read, backend)
     gradient = backend.gradient(checked.problem.program.spec.operator)
 
     def pull(*cotangents: Any) -> Gradients:

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from hla import arrays
 from hla.arrays import Array
-from hla.backends import selection
+from hla.backends import Backend, selection
 from hla.backends.selection import Plan
 from hla.checks import Checked, check_call
 from hla.options import Keywords, Options, read_options, with_signature
@@ -206,10 +206,11 @@ def _run(function: str, operator: str, q: Any, k: Any, v: Any, given: Any, order
     return execute(checked, options)
 
 
-def execute(checked: Checked, options: Options) -> Any:
-    """Run a checked call on the backend that the options, settings or circumstances choose."""
+def execute(checked: Checked, options: Options, backend: Backend | None = None) -> Any:
+    """Run a checked call on the backend given, or the one that the options, settings or circumstances choose."""
     problem = checked.problem
-    backend = selection.resolve(selection.call_of(problem, checked.form), options.backend)
+    if backend is None:
+        backend = selection.resolve(selection.call_of(problem, checked.form), options.backend)
     output, states = backend.runner(problem.program.spec.operator)(problem)
     output = arrays.moveaxis(problem.xp, output, -2, checked.axis)
     if not checked.return_state:

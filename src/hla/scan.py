@@ -13,6 +13,8 @@ from hla import arrays
 from hla.arrays import Array, Namespace
 from hla.errors import OptionError, ShapeError, message
 
+__all__ = ["associative_scan"]
+
 Tree = TypeVar("Tree")
 
 

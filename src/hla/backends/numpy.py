@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hla import arrays, bidirectional, chunkwise, gradients, packing, parallel, recurrent, scanwise
-from hla.arrays import Array, quiet
+from hla.arrays import Array, undisturbed
 from hla.backends.registry import Backend, BackendSpec
 from hla.gradients import ProblemGradients
 from hla.problem import Problem, States
@@ -13,7 +13,7 @@ FORMS = {"recurrent": recurrent.run, "scan": scanwise.run, "chunkwise": chunkwis
 
 def run(problem: Problem) -> tuple[Array, States]:
     """Output and final states of any problem."""
-    with quiet(problem.xp):
+    with undisturbed(problem.xp, problem.v):
         return _run(problem)
 
 
@@ -25,17 +25,21 @@ def _run(problem: Problem) -> tuple[Array, States]:
         return _empty(problem), {} if whole else {s: x + 0.0 for s, x in problem.initial_states().items()}
     if whole:
         return bidirectional.run(problem), {}
-    form = plain_form(problem)
-    if form == "chunkwise" and arrays.family(problem.v) == "torch" and arrays.is_traced(problem.v):
-        form = "scan"  # a Python loop over chunks would be unrolled into the traced program; this is the same, at once
-    return FORMS[form](problem)
+    return FORMS[plain_form(problem)](problem)
 
 
 def plain_form(problem: Problem) -> str:
-    """The form that runs: as asked, or for "auto" chunkwise, but for a single token recurrent."""
-    if problem.form != "auto":
-        return problem.form
-    return "recurrent" if problem.length == 1 and problem.program.spec.mask != "none" else "chunkwise"
+    """The form that runs: as asked, or for "auto" chunkwise, but for a single token recurrent.
+
+    Where torch traces, a Python loop over chunks would be unrolled into the program: the scan over chunks is the same
+    all at once.
+    """
+    spec, form = problem.program.spec, problem.form
+    if form == "auto":
+        form = "recurrent" if problem.length == 1 and spec.mask != "none" else "chunkwise"
+    if form == "chunkwise" and spec.mask != "none" and arrays.family(problem.v) == "torch":
+        return "scan" if arrays.is_traced(problem.v) else form
+    return form
 
 
 def _empty(problem: Problem) -> Array:
@@ -44,7 +48,7 @@ def _empty(problem: Problem) -> Array:
 
 def pull(problem: Problem, d_output: Array, d_final: States | None) -> ProblemGradients:
     """The gradient of `run` applied to cotangents of output and final states."""
-    with quiet(problem.xp):
+    with undisturbed(problem.xp, problem.v):
         return _pull(problem, d_output, d_final)
 
 
