@@ -50,13 +50,14 @@ def pull(problem: Problem, d_output: Array, d_final: States | None) -> ProblemGr
         for name, x in ((read.query, found.a), (state.key, found.b), (state.value, found.c)):
             cotangents[name] = x if name not in cotangents else cotangents[name] + x
         initial[read.state] = found.initial if read.state not in initial else initial[read.state] + found.initial
-        if found.log_decay is not None:
-            log_decay = found.log_decay if log_decay is None else log_decay + found.log_decay
+        if found.log_decay is not None:  # summed over its own batch axes first: adding would count narrow ones twice
+            rate = _decay_gradient(problem, found.log_decay)
+            log_decay = rate if log_decay is None else log_decay + rate
     return ProblemGradients(
         _input_gradient(problem, problem.q, cotangents.get("q"), scaled=True),
         _input_gradient(problem, problem.k, cotangents.get("k"), scaled=False),
         _input_gradient(problem, problem.v, cotangents.get("v"), scaled=False),
-        _decay_gradient(problem, log_decay),
+        _decay_gradient(problem, None) if log_decay is None else log_decay,
         {
             symbol: sum_to(xp, initial[symbol], x.shape) if symbol in initial else xp.zeros_like(x)
             for symbol, x in (problem.initial or {}).items()

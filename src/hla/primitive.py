@@ -136,6 +136,8 @@ def backward(
         decay = decays_back.chunk(int(tokens["a"].shape[-2]), tokens["log_decay"], tokens["starts"])
         return _chunk_backward(setting, decay, tokens, before, state)
 
+    if d_final is not None:
+        d_final = _no_wider(xp, d_final, tuple(start.shape))
     finish = setting.spread_cotangent(d_final, a, d, b, c)
     state, outputs, _ = fold(
         xp,
@@ -154,6 +156,16 @@ def backward(
         state if initial is None else sum_to(xp, state, initial.shape),
         outputs.get("log_decay"),
     )
+
+
+def _no_wider(xp: Namespace, x: Array, shape: tuple[int, ...]) -> Array:
+    """`x` summed over the axes along which it was broadcast from an array of that shape, where it is the wider one.
+
+    Else what a batch entry's tokens get from within would be counted once for each copy of the final state.
+    """
+    rank = min(x.ndim, len(shape))
+    have, own = tuple(x.shape)[x.ndim - rank :], shape[len(shape) - rank :]
+    return sum_to(xp, x, tuple(1 if m == 1 else n for n, m in zip(have, own, strict=True)))
 
 
 def _chunk_backward(

@@ -139,6 +139,8 @@ _TILES = ("chunkwise", "parallel")
 _POSITIVE = {"positive": True}
 _SMALL = {"T": SHORT, "d": 3, "dv": 2, "batch": (1, H)}
 _SMALL_POSITIVE = {**_SMALL, **_POSITIVE}
+_WIDE = {"T": SHORT, "d": 3, "dv": 2, "batch": (H,), "v_batch": (B, H)}
+"""v alone has a batch axis: states and passes have batch axes of their own, which sums must not mix up."""
 
 
 def _gradient(name: str, *makers: Callable[[Placement], Options], **fixed: Any) -> Case:
@@ -194,6 +196,8 @@ CASES: tuple[Case, ...] = (
     Case("split, ridge", _with(_decay, ridge=0.7), operators=("hla2",), kind="split"),
     Case("grouped heads", _with(decay=0.9), {"batch": (B, 1, H), "kv_batch": (B, 1, 1)}),
     Case("multi-query, split", inputs={"kv_batch": ()}, kind="split"),
+    Case("wide v", _decay, {"batch": (H,), "v_batch": BATCH}),
+    Case("wide v, split", _decay, {"batch": (H,), "v_batch": BATCH}, kind="split"),
     Case("time first", _with(_decay, axis=-3)),
     Case("T = 0", inputs={"T": 0}),
     Case("T = 1, normalize", _with(normalize=True), {"T": 1, **_POSITIVE}),
@@ -215,6 +219,17 @@ CASES: tuple[Case, ...] = (
     _gradient("as printed", _decay, definition="as_printed", operators=_PRINTED),
     _gradient("ridge", _decay, ridge=0.7, operators=("hla2",)),
     _gradient("float64", _decay, inputs={**_SMALL, "dtype": "float64"}),
+    _gradient("grouped heads", decay=0.9, inputs={**_SMALL, "kv_batch": (1, 1)}),
+    _gradient("wide v", decay=0.9, inputs=_WIDE),
     _gradient("through a state", _decay, kind="gradient through a state"),
+    _gradient("through a state, wide v", _decay, inputs=_WIDE, kind="gradient through a state"),
+    _gradient(
+        "through a state, wide v, prefix",
+        _decay,
+        mask="prefix",
+        inputs=_WIDE,
+        max_order=3,
+        kind="gradient through a state",
+    ),
 )
 """All cases of the matrix, in the order in which they are shown."""

@@ -27,6 +27,7 @@ def make_inputs(
     dv: int,
     batch: tuple[int, ...] = (),
     kv_batch: tuple[int, ...] | None = None,
+    v_batch: tuple[int, ...] | None = None,
     dtype: DType | str = "float32",
     device: Device = None,
     seed: int = 0,
@@ -41,6 +42,7 @@ def make_inputs(
         dv: features of v.
         batch: batch axes of q.
         kv_batch: batch axes of k and v where they differ, e.g. (B, Hkv, 1) for grouped heads.
+        v_batch: batch axes of v where they differ from those of k.
         dtype: a dtype of `xp` or its name; "bfloat16" on NumPy needs ml_dtypes.
         device: a device of `xp`, None for the default.
         seed: the same seed gives the same numbers in every library.
@@ -57,7 +59,8 @@ def make_inputs(
     """
     rng = _rng(seed)
     kv_batch = batch if kv_batch is None else kv_batch
-    made = [rng.standard_normal((*axes, T, size)) for axes, size in ((batch, d), (kv_batch, d), (kv_batch, dv))]
+    v_batch = kv_batch if v_batch is None else v_batch
+    made = [rng.standard_normal((*axes, T, size)) for axes, size in ((batch, d), (kv_batch, d), (v_batch, dv))]
     made[:2] = [x / d**0.5 for x in made[:2]]
     if positive:
         made[:2] = [abs(x) for x in made[:2]]
