@@ -1,7 +1,7 @@
 """Which chunk size is fastest, and how far the default is from it: HLA₂ on NumPy in float32.
 
-For each d and T all sizes and the default (`chunk_size=None`) take turns within one run; the total work T·heads·d² is
-kept about the same. The last column is the default's time over the best time.
+For each d and T all sizes and the default (`chunk_size=None`) take turns within one run; 8 heads, fewer where T is
+long. The last column is the default's time over the best time.
 
 On a busy machine set OPENBLAS_NUM_THREADS=1: threads that wait for each other measure the neighbours.
 

@@ -242,6 +242,8 @@ def test_results_are_the_callers_own() -> None:
 
 @pytest.mark.parametrize(("d", "dv"), [(1, 1), (1, 7), (8, 5), (60, 100), (100, 8), (128, 1)])
 def test_small_and_odd_sizes(lib: Any, d: int, dv: int) -> None:
+    if lib.name == "jax" and d > 8:
+        pytest.skip("JAX compiles every operation for every shape that it meets, so it meets fewer")
     length = 3
     arrays = draw(1, length=length, d=d, dv=dv)
     for op, form in zip(("linear_attention", "hla2", "ahla", "hla3"), FORMS, strict=True):

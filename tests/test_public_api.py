@@ -94,7 +94,7 @@ def positional(function: Callable[..., Any]) -> list[str]:
 
 
 def test_names() -> None:
-    assert NAMES <= set(hla.__all__)
+    assert set(hla.__all__) >= NAMES
     assert len(hla.__all__) == len(set(hla.__all__))
     assert hla.__all__ == sorted(hla.__all__)
     for name in hla.__all__:

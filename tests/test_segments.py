@@ -762,7 +762,7 @@ def test_grouped_heads(lib: Library, kind: Kind) -> None:
     moved = segments.advance(state, make(4, TOKENS, q, k, v))
     for name, x in both._asdict().items():
         expected = lib.numpy(getattr(full, name))
-        shape = (3, 1, D, D) if name == "key_moment" else expected.shape
+        shape = {"key_moment": (3, 1, D, D), "decay": (3, 1)}.get(name, expected.shape)
         assert tuple(x.shape) == shape, name
         np.testing.assert_allclose(
             np.broadcast_to(lib.numpy(x), expected.shape), expected, rtol=1e-12, atol=1e-12, err_msg=name
@@ -795,7 +795,7 @@ def test_identity_takes_batch_axes_of_keys(lib: Library) -> None:
     like = lib.asarray(np.zeros(1), "float32")
     unit = segments.identity("hla2", batch=(3, 2), kv_batch=(3, 1), d=D, dv=DV, like=like, normalize=True)
     assert {name: tuple(x.shape) for name, x in unit._asdict().items()} == {
-        "decay": (3, 2),
+        "decay": (3, 1),
         "key_moment": (3, 1, D, D),
         "query_value_moment": (3, 2, D, DV),
         "corrected_state": (3, 2, D, DV),

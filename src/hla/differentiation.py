@@ -152,4 +152,5 @@ def _state_gradient(options: Options, initial: Any) -> Any:
     state = options.initial_state
     if state is None:
         return None
-    return from_arrays(state.spec, initial)
+    made = from_arrays(state.spec, initial)
+    return type(made)(*(arrays.cast(arrays.namespace(x), x, y.dtype) for x, y in zip(made, state, strict=True)))

@@ -213,23 +213,32 @@ def _total(xp: Namespace, x: Array) -> Array:
 
 
 def _log_decay(setting: Setting, inside: Array, left: Array, right: Array, spanning: Array) -> Array:
-    """p · Σ over pairs (t, j) with j < s ≤ t (strict: s < t), for every token s of the chunk: (*b, C, 1)."""
+    """p · Σ over pairs (t, j) with j < s ≤ t (strict: s < t), for every token s of the chunk: (*b, C, 1).
+
+    Only sums, no differences of sums: a token that nothing reaches across gets exactly 0.
+    """
     xp = setting.xp
-    rows = xp.sum(inside, axis=-1, keepdims=True, dtype=setting.dtype) + left
-    columns = xp.matrix_transpose(xp.sum(inside, axis=-2, keepdims=True, dtype=setting.dtype))
-    reading = _from_here_on(xp, rows)  # Σ_{t≥s}
+    length = int(inside.shape[-1])
+    reader, token = (xp.arange(length, **setting.placed) for _ in range(2))
+    reads = reader[:, None] > token if setting.strict else reader[:, None] >= token
+    up_to = _before(xp, inside, axis=-1)  # Σ_{j<s} for every pair (t, s)
+    pairs = xp.sum(xp.where(reads, up_to, xp.zeros_like(up_to)), axis=-2, keepdims=True, dtype=setting.dtype)
+    later = xp.flip(_cumulative(xp, xp.flip(left, axis=-2), axis=-2), axis=-2)  # Σ_{t≥s}
     if setting.strict:
-        reading = reading - rows
-    before = _cumulative(xp, right) - right  # Σ_{j<s}
-    return setting.power * (reading - _from_here_on(xp, columns) + before + spanning)
+        later = xp.concat([later[..., 1:, :], xp.zeros_like(later[..., :1, :])], axis=-2)
+    return setting.power * (transpose(xp, pairs) + later + _before(xp, right, axis=-2) + spanning)
 
 
-def _cumulative(xp: Namespace, x: Array) -> Array:
-    return xp.cumulative_sum(x, axis=-2, dtype=x.dtype)
+def _cumulative(xp: Namespace, x: Array, axis: int) -> Array:
+    return xp.cumulative_sum(x, axis=axis, dtype=x.dtype)
 
 
-def _from_here_on(xp: Namespace, x: Array) -> Array:
-    return xp.flip(_cumulative(xp, xp.flip(x, axis=-2)), axis=-2)
+def _before(xp: Namespace, x: Array, axis: int) -> Array:
+    """The sums of all that stands before each entry."""
+    total = _cumulative(xp, x, axis)
+    first = total[..., :1] if axis == -1 else total[..., :1, :]
+    rest = total[..., :-1] if axis == -1 else total[..., :-1, :]
+    return xp.concat([xp.zeros_like(first), rest], axis=axis)
 
 
 def reversed_time(setting: Setting) -> Setting:

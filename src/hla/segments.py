@@ -86,7 +86,7 @@ def identity(operator: str, **options: Any) -> Segment:
         symbol: xp.zeros((*(kv_batch if symbol == "S" else batch), *size), dtype=one.dtype, **placed)
         for symbol, size in _sizes(found, int(options["d"]), int(options["dv"])).items()
     }
-    values[RHO] = xp.ones((*batch, 1, 1), dtype=one.dtype, **placed)
+    values[RHO] = xp.ones((*kv_batch, 1, 1), dtype=one.dtype, **placed)
     return _segment(spec, values)
 
 
@@ -123,8 +123,9 @@ def from_tokens(operator: str, q: Array, k: Array, v: Array, *, order: int | Non
             the operators. A segment holds the scaled q.
 
     Returns:
-        A flat named tuple of arrays in float32, or float64 for float64 inputs: ``decay`` (*batch,) and the fields of
-        `hla.states`, matrices (*batch, d, ·) and denominators (*batch, d).
+        A flat named tuple of arrays in float32, or float64 for float64 inputs: ``decay`` and the fields of
+        `hla.states`, matrices (*batch, d, ·) and denominators (*batch, d). ``decay`` (*batch,) and the key-only
+        ``key_moment`` keep size-1 axes where k, decays and token_mask have them.
 
     Raises:
         OptionError, ShapeError, DTypeError, MixedArrayError: as the operators.
@@ -155,7 +156,8 @@ def _summary(problem: Problem, batch: tuple[int, ...]) -> Segment:
     d, dv = int(problem.q.shape[-1]), int(problem.v.shape[-1])
     batches = (tuple(x.shape[:-2]) for x in (problem.q, problem.k, problem.v))
     states = shapes(found.program, *batches, d, dv, extra).state
-    nothing: States = {RHO: xp.ones((*extra, 1, 1), dtype=problem.dtype, **problem.placed)}
+    keys = broadcast_shapes(extra, tuple(problem.k.shape[:-2]))
+    nothing: States = {RHO: xp.ones((*keys, 1, 1), dtype=problem.dtype, **problem.placed)}
     for symbol, size in _sizes(found, d, dv).items():
         own = states[symbol][:-2] if symbol in states else batch
         nothing[symbol] = xp.zeros((*own, *size), dtype=problem.dtype, **problem.placed)
@@ -175,7 +177,7 @@ def _summary(problem: Problem, batch: tuple[int, ...]) -> Segment:
     for symbol, x in values.items():
         features = feature_axes(symbol)
         own, size = tuple(x.shape[:-features]), x.shape[-features:]
-        if symbol == "S":
+        if symbol in ("S", RHO):  # the key-only field keeps its own batch axes, and so the decay that multiplies it
             values[symbol] = xp.reshape(x, (*(1,) * (len(batch) - len(own)), *x.shape))
         elif own != batch:
             values[symbol] = xp.broadcast_to(x, (*batch, *size)) + 0.0
@@ -219,15 +221,28 @@ def _check_pair(a: Any, b: Any) -> Namespace:
                 "Combine like with like.",
             )
         )
-    arrays.same_library_and_device(a[0], "a", b=b[0])
-    for field, x, y in zip(a._fields, a, b, strict=True):
-        symbol = a.symbols[a._fields.index(field)]
-        size = 0 if symbol == RHO else feature_axes(symbol) - is_mass(symbol)
-        if x.shape[x.ndim - size :] != y.shape[y.ndim - size :]:
-            raise ShapeError(
-                message(f"b.{field}", f"last axes {x.shape[x.ndim - size :]}", f"{y.shape}", "Use one d and dv.")
-            )
+    _check_fit("b", a, b)
     return arrays.namespace(a[0])
+
+
+def _check_fit(name: str, first: Any, second: Any) -> None:
+    """Errors unless `second`, the argument `name`, has the library, device, sizes and batch axes to go with `first`."""
+    arrays.same_library_and_device(first[0], "the other", **{name: second[0]})
+    own, other = (dict(zip(x.symbols, zip(x._fields, x, strict=True), strict=True)) for x in (first, second))
+    batches = []
+    for symbol in own.keys() & other.keys():
+        field, y = other[symbol]
+        x = own[symbol][1]
+        size = 0 if symbol == RHO else feature_axes(symbol) - is_mass(symbol)
+        wanted, got = tuple(x.shape[x.ndim - size :]), tuple(y.shape[y.ndim - size :])
+        if wanted != got:
+            raise ShapeError(message(f"{name}.{field}", f"last axes {wanted}", f"{got}", "Use one d and dv."))
+        batches += [tuple(x.shape[: x.ndim - size]), tuple(y.shape[: y.ndim - size])]
+    try:
+        broadcast_shapes(*batches)
+    except ValueError:
+        found = " and ".join(sorted({str(shape) for shape in batches}))
+        raise ShapeError(message(name, "batch axes that broadcast together", found, "Use equal batches.")) from None
 
 
 def combine(a: Segment, b: Segment) -> Segment:
@@ -293,7 +308,7 @@ def advance(state: Any, segment: Segment) -> Any:
             message("segment", f"one of {describe_spec(state.spec)}", f"one of {describe_spec(segment.spec)}",
                     "Make the segment with the state's options.")
         )  # fmt: skip
-    arrays.same_library_and_device(state[0], "state", segment=segment[0])
+    _check_fit("segment", state, segment)
     values = to_arrays(state)
     moved = combine_values(arrays.namespace(state[0]), rule(state.spec), values, _values(segment), tuple(values))
     return from_arrays(state.spec, moved)

@@ -212,7 +212,11 @@ def register_backend(backend: Backend, *, replace: bool = False) -> None:
 
 
 def unregister_backend(name: str) -> None:
-    """Forget a backend; UnknownBackendError when there is none of that name."""
+    """Forget a backend; UnknownBackendError when there is none of that name.
+
+    Example:
+        See `register_backend`.
+    """
     global _registry, generation
     get(name)
     with _lock:
@@ -233,7 +237,13 @@ def _add(more: Mapping[str, Backend], replace: bool) -> None:
 
 
 def registered() -> Mapping[str, Backend]:
-    """All backends by name: an immutable snapshot. The first call loads the built-in ones and the entry points."""
+    """All backends by name: an immutable snapshot. The first call loads the built-in ones and the entry points.
+
+    Example:
+        >>> import hla
+        >>> hla.backends.registered()["numpy"].spec.families
+        ('*',)
+    """
     global _complete, _registry, generation
     if _complete:
         return _registry
@@ -277,7 +287,13 @@ def _broken(name: str, reason: str) -> Backend:
 
 
 def get(name: str) -> Backend:
-    """The backend of that name; UnknownBackendError with the closest name when there is none."""
+    """The backend of that name; UnknownBackendError with the closest name when there is none.
+
+    Example:
+        >>> import hla
+        >>> hla.backends.get("numpy").spec.forms
+        ('recurrent', 'scan', 'chunkwise', 'parallel')
+    """
     found = registered().get(name)
     if found is None:
         raise unknown(name)

@@ -98,7 +98,11 @@ def set_backend(backend: str | Sequence[str] | None) -> None:
 
 
 def get_backend() -> str | Names:
-    """The selection in force here and now: a name, several names, or "auto"; what an argument would override."""
+    """The selection in force here and now: a name, several names, or "auto"; what an argument would override.
+
+    Example:
+        See `set_backend` and `use_backend`.
+    """
     names, _ = _selected(None)
     return "auto" if not names else names[0] if len(names) == 1 else names
 
@@ -143,12 +147,26 @@ def _jit_context() -> Any:
 
 
 def snapshot() -> dict[str, Names | None]:
-    """The choice made here, as something that pickles: hand it to workers, which call `restore`."""
+    """The choice made here, as something that pickles: hand it to workers, which call `restore`.
+
+    Example:
+        >>> import hla
+        >>> with hla.use_backend("numpy"):
+        ...     choice = hla.backends.snapshot()
+        >>> choice
+        {'context': ('numpy',), 'global': None}
+    """
     return {"context": _context.get(), "global": _global}
 
 
 def restore(choice: dict[str, Names | None]) -> None:
-    """Make a `snapshot` of another thread or process the choice here."""
+    """Make a `snapshot` of another thread or process the choice here.
+
+    Example:
+        >>> import hla
+        >>> hla.backends.restore({"context": None, "global": None}); hla.get_backend()
+        'auto'
+    """
     global _global
     _global = choice["global"]
     _context.set(choice["context"])

@@ -58,11 +58,12 @@ def _coverage(backend: str, library: str, quick: bool) -> str:
     native = "*" not in hla.backends.get(backend).spec.families
     if library == "numpy":
         return "pairs" if quick else "full"
+    elsewhere = not native and library in hla.backends.available()  # the library has a backend of its own
     if library == "jax":
-        return "one" if quick else "few"
+        return "one" if quick or elsewhere else "few"
     if quick:
-        return "few"
-    return "pairs" if native or library == "array_api_strict" else "few"
+        return "one" if elsewhere else "few"
+    return "few" if elsewhere else "pairs"
 
 
 def _report(rows: list[Any], absent: list[str]) -> Report:
@@ -87,7 +88,7 @@ def _report(rows: list[Any], absent: list[str]) -> Report:
         )
     tables = [_summary(rows)]
     if failed:
-        shown = [
+        shown: list[tuple[str, ...]] = [
             (row.backend, row.library, _name(row), row.form, row.case, row.note.splitlines()[0][:200])
             for row in failed[:40]
         ]

@@ -142,6 +142,15 @@ class Check:
         """The definition's output."""
         return expected(self.operator, *inputs, order=self.order, **options)
 
+    def cotangent(self, inputs: Inputs) -> Array:
+        """A random do, of the output's shape."""
+        batch = arrays.broadcast_shapes(*(tuple(x.shape[:-2]) for x in inputs))
+        length, dv = inputs.v.shape[-2:]
+        place = self.place
+        return make_inputs(
+            place.xp, T=length, d=1, dv=dv, batch=batch, dtype=self.case.dtype, device=place.device, seed=7
+        ).v
+
     def budget(self, inputs: Inputs, options: Options, values: int, *, gradient: bool = False) -> float:
         """The budget of this check's comparisons."""
         return error_budget(
@@ -237,9 +246,7 @@ def _check_packed(check: Check, outcome: Outcome) -> None:
 def _check_gradient(check: Check, outcome: Outcome) -> None:
     """`hla.vjp`, and differentiation by the library itself."""
     inputs, options = check.case.make(check.place)
-    sizes = inputs.v.shape
-    (_, _, do) = make_inputs(check.place.xp, T=sizes[-2], d=1, dv=sizes[-1], batch=inputs.q.shape[:-2],
-                             dtype=check.case.dtype, device=check.place.device, seed=7)  # fmt: skip
+    do = check.cotangent(inputs)
     want = expected_gradients(check.operator, *inputs, do, order=check.order, **options)
     for found in _gradients(check, inputs, options, do):
         _compare_gradients(check, outcome, inputs, options, found, want)
@@ -299,14 +306,12 @@ def _compare_gradients(
 def _check_gradient_through_state(check: Check, outcome: Outcome) -> None:
     """Two pieces, whose gradients together are those of the whole."""
     inputs, options = check.case.make(check.place)
-    xp, sizes = check.place.xp, inputs.v.shape
-    (_, _, do) = make_inputs(xp, T=sizes[-2], d=1, dv=sizes[-1], batch=inputs.q.shape[:-2],
-                             dtype=check.case.dtype, device=check.place.device, seed=7)  # fmt: skip
+    xp, length, do = check.place.xp, inputs.v.shape[-2], check.cotangent(inputs)
     want = expected_gradients(check.operator, *inputs, do, order=check.order, **options)
     chosen = {"form": check.form, "backend": check.backend, "return_state": True, **options, **check.named}
 
     def pulled(q: Array, k: Array, v: Array, do: Array) -> dict[str, Array]:
-        first, second = (Inputs(*(x[..., a:b, :] for x in (q, k, v))) for a, b in ((0, 4), (4, sizes[-2])))
+        first, second = (Inputs(*(x[..., a:b, :] for x in (q, k, v))) for a, b in ((0, 4), (4, length)))
         (_, state), pull_first = hla.vjp(check.operator, *first, **chosen)
         (_, final), pull_second = hla.vjp(check.operator, *second, **chosen, initial_state=state)
         zero = type(final)(*(xp.zeros_like(x) for x in final))
