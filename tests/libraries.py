@@ -58,10 +58,10 @@ class Library:
             return x if dtype is None else x.astype(self.dtype(dtype))
         if self.name == "strict":
             device = self.module.Device(self.device)
-            made = self.module.asarray(np.ascontiguousarray(x), device=device)
+            made = self.module.asarray(np.array(x, order="C"), device=device)
             return made if dtype is None else self.module.astype(made, self.dtype(dtype))
         if self.name == "torch":
-            made = self.module.asarray(np.ascontiguousarray(x))
+            made = self.module.asarray(np.array(x, order="C"))
             return made if dtype is None else made.to(self.dtype(dtype))
         made = self.module.asarray(x)
         return made if dtype is None else made.astype(self.dtype(dtype))

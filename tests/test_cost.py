@@ -12,7 +12,7 @@ import hla
 
 T, D, DV, HEADS, C = 1009, 5, 7, 3, 16
 
-# Multiply-adds per token and head. A read of a state X = Σ b cᵀ by a: within the chunk the scores a·b, then their product
+# Multiply-adds per token and head. A read of a state X = Σ b cᵀ by a: in its chunk the scores a·b, then their product
 # with c; from earlier chunks a product with X. An update of X is one outer product. ahla and hla3 use the scores q·k
 # twice and count them once.
 WITHIN = {  # times c

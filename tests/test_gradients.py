@@ -254,8 +254,8 @@ def pulled(lib: Library, operator: str, arrays: dict[str, Any], cotangent: Any, 
 @pytest.mark.parametrize("case", CASES, ids=describe)
 def test_against_finite_differences(lib: Library, case: Options) -> None:
     """In every input along a random direction, through the output and the returned state; shapes and dtypes too."""
-    if lib.name == "jax" and case not in CASES[::7]:
-        pytest.skip("every seventh case on jax, where each is compiled; the core's own gradient is the judge there")
+    if lib.name == "jax" and case not in CASES[::9]:
+        pytest.skip("every ninth case on jax, where each is compiled; the core's own gradient is the judge there")
     call = make_call(case)
     value = call.value(call.arrays)
     rng = np.random.default_rng(1)
@@ -398,9 +398,8 @@ def test_against_autograd_of_the_definition(
 JAX_CASES = [
     {"operator": "hla2", "decay": "tokens", "normalize": True, "state": "both"},
     {"operator": "ahla", "decay": "number", "state": "returned", "batch": "wide values"},
-    {"operator": "hla3", "decay": "resets", "state": "initial", "chunk_size": 3},
-    {"operator": "order 4", "decay": "heads", "scale": 0.37, "batch": "grouped"},
-    {"operator": "hla2", "decay": "tokens", "mask": "as_printed", "state": "both", "chunk_size": 3},
+    {"operator": "hla2", "decay": "resets", "state": "initial", "chunk_size": 3},
+    {"operator": "hla3", "decay": "heads", "batch": "grouped", "scale": 0.37},
     {"operator": "hla2", "mask": "none", "packing": "segment_ids", "ridge": 0.7},
 ]
 
@@ -527,6 +526,8 @@ def test_float32_over_long_time(lib: Library, operator: str, decay: str) -> None
     one carry per chunk, and takes a factor exp(x) whose error is u·|x|·exp(x) for a sum x of log-decays, below 8u.
     Rounding errors of n operations add up to u·√n, u = 2⁻²⁴ (Higham and Mary 2019), relative to A at most.
     """
+    if lib.name == "jax" and operator != "hla3":
+        pytest.skip("the longest operator on jax, where each is compiled")
     rng = np.random.default_rng(5)
     q, k, v = (rng.normal(size=(LONG, size)).astype(np.float32) for size in (D, D, DV))
     do = rng.normal(size=(LONG, DV)).astype(np.float32)
@@ -575,16 +576,16 @@ def test_gradients_have_their_inputs_dtypes(lib: Library, dtype: str) -> None:
     k = lib.asarray(rng.normal(size=(TOKENS, D)), "float32")
     decay = lib.asarray(np.asarray([0.5, 0.9]), dtype)
     state = hla.init_state("hla2", batch=(HEADS,), d=D, dv=DV, like=lib.asarray(np.zeros(1), "float32"))
-    o, pull = hla.vjp("hla2", q, k, v, decay=decay, initial_state=state)
+    given = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": state}
+    do = lib.asarray(np.ones((HEADS, TOKENS, DV)), dtype)
+    o, found = pulled(lib, "hla2", given, do)
     assert o.dtype == lib.dtype(dtype)
-    found = pull(o)
     assert [x.dtype for x in (found.q, found.v, found.decay)] == [lib.dtype(dtype)] * 3
     assert found.k.dtype == lib.dtype("float32")
     assert tuple(found.k.shape) == (TOKENS, D)
     assert [x.dtype for x in found.initial_state] == [lib.dtype("float32")] * 2
     wide = "float64" if dtype == "float64" else "float32"
-    _, pull = hla.vjp("hla2", q, k, v, decay=0.5)
-    number = pull(o).decay
+    number = pulled(lib, "hla2", {"q": q, "k": k, "v": v}, do, decay=0.5)[1].decay
     assert tuple(number.shape) == ()
     assert number.dtype == lib.dtype(wide)
     assert type(number) is type(lib.asarray(np.zeros(())))
@@ -603,7 +604,7 @@ def test_the_decays_own_shape(lib: Library, name: str) -> None:
     q, k, v, d = (rng.normal(size=(3, HEADS, TOKENS, size)) for size in (D, D, DV, DV))
     inputs = {"q": q, "k": k, "v": v}
     *_, full = OWN_SHAPES[name]
-    for shape in OWN_SHAPES[name] if lib.name != "jax" else OWN_SHAPES[name][::2]:
+    for shape in OWN_SHAPES[name] if lib.name != "jax" else OWN_SHAPES[name][::4]:
         x = rng.uniform(0.5, 0.9, shape) if name == "decay" else -rng.exponential(0.3, shape)
         whole = hla.vjp("hla2", q, k, v, **{name: np.broadcast_to(x, full)})[1](d)._asdict()[name]
         placed = {n: lib.asarray(y) for n, y in {**inputs, name: x}.items()}
@@ -618,10 +619,11 @@ def test_a_number_and_an_array_are_one_decay(lib: Library) -> None:
     """dγ of a number, of an array and, as dlog γ / γ, of the same decay per token."""
     rng = np.random.default_rng(9)
     q, k, v, d = (lib.asarray(rng.normal(size=(TOKENS, size))) for size in (D, D, DV, DV))
-    number = float(hla.vjp("ahla", q, k, v, decay=0.7)[1](d).decay)
-    array = float(hla.vjp("ahla", q, k, v, decay=lib.asarray(np.asarray(0.7)))[1](d).decay)
+    inputs = {"q": q, "k": k, "v": v}
+    number = float(pulled(lib, "ahla", inputs, d, decay=0.7)[1].decay)
+    array = float(pulled(lib, "ahla", {**inputs, "decay": lib.asarray(np.asarray(0.7))}, d)[1].decay)
     log_decay = lib.asarray(np.full(TOKENS, math.log(0.7)))
-    tokens = lib.numpy(hla.vjp("ahla", q, k, v, log_decay=log_decay)[1](d).log_decay)
+    tokens = lib.numpy(pulled(lib, "ahla", {**inputs, "log_decay": log_decay}, d)[1].log_decay)
     assert number == pytest.approx(array, rel=1e-13)
     assert number == pytest.approx(float(tokens.sum()) / 0.7, rel=1e-12)
 

@@ -65,6 +65,18 @@ KINDS = [
     and (operator, mask) != ("linear_attention", "prefix")  # the same as causal, see below
 ]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
+FEW_KINDS = [
+    Kind("hla2", definition="as_printed", ridge=0.7),
+    Kind("ahla", mask="prefix"),
+    Kind("hla3", normalize=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def few_where_every_shape_is_compiled(request: pytest.FixtureRequest) -> None:
+    given = getattr(getattr(request.node, "callspec", None), "params", {})
+    if "lib" in given and given["lib"].name == "jax" and given.get("kind") not in (None, *FEW_KINDS):
+        pytest.skip("three kinds of segment on jax, where every shape is compiled")
 
 
 # --- the table of math "Segments", once more -------------------------------------------------------------------------
@@ -623,6 +635,8 @@ def difference(function: Callable[[float], float], h: float = 2.0**-8) -> float:
 @pytest.mark.parametrize(("left", "right"), [((), ()), ((3,), (3,)), ((1, 3), (2, 1)), ((), (2, 3)), ((2, 1, 3), (3,))])
 def test_combine_vjp(lib: Library, kind: Kind, left: tuple[int, ...], right: tuple[int, ...]) -> None:
     """Against differences of `combine` along random directions, in each field of each side."""
+    if lib.name == "jax" and left != (1, 3):
+        pytest.skip("one pair of batch axes on jax, where every shape is compiled")
     a, b = random_segment(kind, left, 1), random_segment(kind, right, 2)
     value, pull = segments.combine_vjp(lib.tree(a), lib.tree(b))
     expected = segments.combine(a, b)
@@ -781,7 +795,7 @@ def test_fields_are_in_the_dtype_of_accumulation(lib: Library, dtype: str) -> No
     tokens = make_tokens("heads", seed=17)
     wide = "float64" if dtype == "float64" else "float32"
     q, k, v = (lib.asarray(x, dtype) for x in tokens[:3])
-    for kind in KINDS:
+    for kind in KINDS if lib.name != "jax" else FEW_KINDS:
         found = segments.from_tokens(kind.operator, q, k, v, decay=lib.asarray(tokens.decay["decay"]), **kind.options)
         assert all(x.dtype == lib.dtype(wide) for x in found)
         rounded = tokens._replace(q=lib.numpy(q), k=lib.numpy(k), v=lib.numpy(v))
@@ -919,7 +933,7 @@ def test_segments_of_two_libraries(lib: Library) -> None:
     if lib.name == "numpy":
         pytest.skip("needs a second library")
     here, there = segment_of(lib), segment_of(_numpy())
-    with pytest.raises(hla.MixedArrayError, match=rf"^b: expected an array of the same library as a \({lib.family}\)"):
+    with pytest.raises(hla.MixedArrayError, match=rf"^b: expected an array of the same library as .* \({lib.family}\)"):
         segments.combine(here, there)
     state = hla.init_state("hla2", batch=(3,), d=D, dv=DV, like=here.decay)
     with pytest.raises(hla.MixedArrayError, match=r"^segment: expected an array of the same library"):

@@ -22,14 +22,15 @@ STRICT = "D"
 TENSORS = ("M", "Z")
 """Fields with four feature axes."""
 
-# r is ρ_B, s is ρ_A; S_A is the field S of the earlier segment. "X*Y" is the outer product X_ab Y_ce of two matrices,
-# "M:Q" the contraction Σ_bc M_abce Q_bc.
+# r is ρ_B, s is ρ_A; S_A is the field S of the earlier segment, S^ its transpose. "X*Y" is the outer product X_ab Y_ce
+# of two matrices, "M:Q" the contraction Σ_bc M_abce Q_bc. S is symmetric; it is transposed where the programs' reads
+# qᵀS say so, so that its gradient is the same in every form.
 _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "linear_attention": {"P": ("r P_A", "P_B")},
     "hla2": {
         "S": ("r S_A", "S_B"),
         "C": ("r C_A", "C_B"),
-        "F": ("r r F_A", "F_B", "r S_A C_B"),
+        "F": ("r r F_A", "F_B", "r S^_A C_B"),
     },
     "ahla": {
         "R": ("R_A", "R_B"),
@@ -41,8 +42,8 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "Q": ("r Q_A", "Q_B"),
         "P": ("r P_A", "P_B"),
         "W": ("r r W_A", "W_B", "r Q_B P_A"),
-        "U": ("r r U_A", "U_B", "r S_A Q_B"),
-        "F": ("r r r F_A", "F_B", "r r S_A Q_B P_A", "r S_A W_B", "r U_B P_A"),
+        "U": ("r r U_A", "U_B", "r S^_A Q_B"),
+        "F": ("r r r F_A", "F_B", "r r S^_A Q_B P_A", "r S^_A W_B", "r U_B P_A"),
     },
     # §4.2 corrected for the printed recurrence of §4.3: D = ρ·Σ kkᵀ/γ, kept multiplied out so that γ = 0 is allowed.
     "hla2 as_printed": {
@@ -93,8 +94,8 @@ class Term(NamedTuple):
     earlier: int
     kind: str
     """"chain" of matrices, "outer" product or "contraction" """
-    factors: tuple[tuple[str, bool], ...]
-    """(symbol, whether of A)"""
+    factors: tuple[tuple[str, bool, bool], ...]
+    """(symbol, whether of A, whether transposed)"""
 
 
 class Rule(NamedTuple):
@@ -115,9 +116,9 @@ class Rule(NamedTuple):
 def _parse(text: str, twin: bool) -> Term:
     kind = "outer" if "*" in text else "contraction" if ":" in text else "chain"
     tokens = text.replace("*", " ").replace(":", " ").split()
-    factors = [(t[:-2], t.endswith("_A")) for t in tokens if "_" in t]
+    factors = [(t[:-2].removesuffix("^"), t.endswith("_A"), "^" in t) for t in tokens if "_" in t]
     if twin:
-        factors = [(symbol + MASS if symbol in _LINEAR_IN_V else symbol, early) for symbol, early in factors]
+        factors = [(s + MASS if s in _LINEAR_IN_V else s, early, turned) for s, early, turned in factors]
     return Term(tokens.count("r"), tokens.count("s"), kind, tuple(factors))
 
 
@@ -197,13 +198,14 @@ def combine_values(xp: Namespace, found: Rule, a: States, b: States, symbols: tu
     return result
 
 
-def _fields(term: Term, a: States, b: States) -> list[Array]:
-    return [(a if early else b)[symbol] for symbol, early in term.factors]
+def _fields(xp: Namespace, term: Term, a: States, b: States) -> list[Array]:
+    fields = ((a if early else b)[symbol] for symbol, early, _ in term.factors)
+    return [transpose(xp, x) if factor[2] else x for x, factor in zip(fields, term.factors, strict=True)]
 
 
 def _product(xp: Namespace, term: Term, a: States, b: States) -> Array:
     """The product of a term's fields, without its decay factors."""
-    fields = _fields(term, a, b)
+    fields = _fields(xp, term, a, b)
     if term.kind == "outer":
         return fields[0][..., :, :, None, None] * fields[1][..., None, None, :, :]
     if term.kind == "contraction":
@@ -238,15 +240,15 @@ def pull_values(xp: Namespace, found: Rule, a: States, b: States, d: States) -> 
         for term in found.terms[symbol]:
             factor = _coefficient(term, symbol, a, b)
             scaled = d[symbol] if factor is None else d[symbol] * factor
-            for (name, early), x in zip(term.factors, _pull_product(xp, term, a, b, scaled), strict=True):
-                add(early, name, x)
+            for (name, early, turned), x in zip(term.factors, _pull_product(xp, term, a, b, scaled), strict=True):
+                add(early, name, transpose(xp, x) if turned else x)
             _pull_coefficient(xp, term, a, b, d[symbol], add)
     return da, db
 
 
 def _pull_product(xp: Namespace, term: Term, a: States, b: States, d: Array) -> list[Array]:
     """The cotangents of a term's fields."""
-    fields = _fields(term, a, b)
+    fields = _fields(xp, term, a, b)
     if term.kind == "outer":
         left, right = d * fields[1][..., None, None, :, :], d * fields[0][..., :, :, None, None]
         return [xp.sum(left, axis=(-2, -1), dtype=d.dtype), xp.sum(right, axis=(-4, -3), dtype=d.dtype)]
@@ -272,7 +274,7 @@ def _pull_coefficient(
         return
     product = d * _product(xp, term, a, b)
     inner = xp.sum(product, axis=(-2, -1), keepdims=True, dtype=d.dtype)
-    if term.kind == "outer" or any(feature_axes(symbol) == 4 for symbol, _ in term.factors):
+    if term.kind == "outer" or any(feature_axes(symbol) == 4 for symbol, _, _ in term.factors):
         inner = xp.sum(inner[..., 0, 0], axis=(-2, -1), keepdims=True, dtype=d.dtype)
     for count, early, other in ((term.later, False, term.earlier), (term.earlier, True, term.later)):
         if not count:

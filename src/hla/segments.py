@@ -221,13 +221,13 @@ def _check_pair(a: Any, b: Any) -> Namespace:
                 "Combine like with like.",
             )
         )
-    _check_fit("b", a, b)
+    _check_fit("a", a, "b", b)
     return arrays.namespace(a[0])
 
 
-def _check_fit(name: str, first: Any, second: Any) -> None:
+def _check_fit(reference: str, first: Any, name: str, second: Any) -> None:
     """Errors unless `second`, the argument `name`, has the library, device, sizes and batch axes to go with `first`."""
-    arrays.same_library_and_device(first[0], "the other", **{name: second[0]})
+    arrays.same_library_and_device(first[0], reference, **{name: second[0]})
     own, other = (dict(zip(x.symbols, zip(x._fields, x, strict=True), strict=True)) for x in (first, second))
     batches = []
     for symbol in own.keys() & other.keys():
@@ -308,7 +308,7 @@ def advance(state: Any, segment: Segment) -> Any:
             message("segment", f"one of {describe_spec(state.spec)}", f"one of {describe_spec(segment.spec)}",
                     "Make the segment with the state's options.")
         )  # fmt: skip
-    _check_fit("segment", state, segment)
+    _check_fit("state", state, "segment", segment)
     values = to_arrays(state)
     moved = combine_values(arrays.namespace(state[0]), rule(state.spec), values, _values(segment), tuple(values))
     return from_arrays(state.spec, moved)
