@@ -14,6 +14,7 @@ import libraries
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--arrays", choices=libraries.NAMES, default="numpy", help="array library of the shared tests")
+    parser.addoption("--every", action="store_true", help="with --arrays=jax: all parameters of every shared test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,3 +31,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "lib" in metafunc.fixturenames:
         found = libraries.libraries(metafunc.config.getoption("--arrays"))
         metafunc.parametrize("lib", found, ids=[x.device or x.name for x in found], scope="session")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """XLA compiles every operation for every shape: on JAX each shared test runs one in five of its parameters.
+
+    No test is left out, and which parameters run is fixed: the first, the sixth, … of each test in order. The other
+    libraries run all of them, and so does JAX with --every.
+    """
+    if config.getoption("--arrays") != "jax" or config.getoption("--every"):
+        return
+    seen: dict[str, int] = {}
+    kept, left = [], []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        count = seen[test] = seen.get(test, -1) + 1
+        shared = "lib" in getattr(item, "fixturenames", ())
+        (left if shared and count % 5 else kept).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept

@@ -19,12 +19,15 @@ HEAVY = ("numpy", "safetensors", "rich", "matplotlib", "scipy", "pandas", *FRAME
 FRAMEWORK_MODULES = ("nn", "distributed", "integrations")
 """Parts of the package that are for one framework each; importing them imports it."""
 
+KEPT = ("PATH", "PYTHONPATH", "HOME", "LANG", "TMPDIR", "TEMP", "SYSTEMROOT", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
+"""What a fresh interpreter is given of the environment; importing the package here must leave no trace there."""
+
 
 def run(script: str, *, env: dict[str, str] | None = None) -> Any:
     """A fresh interpreter in which every warning is an error; what it prints, as JSON."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
-        env={**{name: x for name, x in os.environ.items() if name != "HLA_BACKEND"}, **(env or {})},
+        env={**{name: os.environ[name] for name in KEPT if name in os.environ}, **(env or {})},
         capture_output=True,
         text=True,
         check=False,
