@@ -30,7 +30,6 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 
 import oracle
 
@@ -48,12 +47,6 @@ class Expected(NamedTuple):
     """(*batch, T, dv)"""
     scale: np.ndarray
     """(*batch, T)"""
-
-
-def sample_on_jax(lib: Any, chosen: bool) -> None:
-    """JAX compiles every operation for every shape that it meets, which takes minutes: there a sample runs."""
-    if lib.name == "jax" and not chosen:
-        pytest.skip("a sample runs on JAX, which compiles every operation for every shape")
 
 
 def stages(op: str, order: int | None = None, definition: str = "exact") -> int:

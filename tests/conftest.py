@@ -14,7 +14,7 @@ import libraries
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--arrays", choices=libraries.NAMES, default="numpy", help="array library of the shared tests")
-    parser.addoption("--every", action="store_true", help="with --arrays=jax: all parameters of every shared test")
+    parser.addoption("--every", action="store_true", help="leave nothing to the sessions of other libraries")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,20 +33,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("lib", found, ids=[x.device or x.name for x in found], scope="session")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """XLA compiles every operation for every shape: on JAX each shared test runs one in five of its parameters.
+ONCE = ("concurrency", "cost", "errata", "imports", "memory", "public_api")
+"""Files that have nothing to do with an array library other than NumPy: the session of NumPy runs them."""
+SAMPLED = ("errors", "forms", "inputs", "nonfinite", "packing", "reference")
+"""Files of which JAX runs one in ten parameters of each test: XLA compiles every operation for every shape."""
 
-    No test is left out, and which parameters run is fixed: the first, the sixth, … of each test in order. The other
-    libraries run all of them, and so does JAX with --every.
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what another session runs. No shared test is left out, and which parameters JAX runs is fixed.
+
+    They are the first, the eleventh, … of each test in order; --every runs all.
     """
-    if config.getoption("--arrays") != "jax" or config.getoption("--every"):
+    name = config.getoption("--arrays")
+    if name == "numpy" or config.getoption("--every"):
         return
     seen: dict[str, int] = {}
     kept, left = [], []
     for item in items:
-        test = item.nodeid.partition("[")[0]
+        file, test = item.path.stem.removeprefix("test_"), item.nodeid.partition("[")[0]
         count = seen[test] = seen.get(test, -1) + 1
-        shared = "lib" in getattr(item, "fixturenames", ())
-        (left if shared and count % 5 else kept).append(item)
+        sampled = name == "jax" and file in SAMPLED and "lib" in getattr(item, "fixturenames", ())
+        (left if file in ONCE or (sampled and count % 10) else kept).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = kept

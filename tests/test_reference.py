@@ -256,6 +256,23 @@ def within(lib: Any, out: Any, want: budget.Expected, passes: int) -> None:
     budget.assert_within(lib.numpy(out), want, budget.tolerance("float64", TOKENS, D, passes), "float64")
 
 
+@pytest.mark.parametrize("op", NAMED)
+@pytest.mark.parametrize("form", ["recurrent", "scan", "chunkwise"])
+def test_float32_does_not_drift_over_hundreds_of_tokens(lib: Any, op: str, form: str) -> None:
+    """Judged by the same operator in float64; the scale of a row is that operator on absolute values."""
+    length = 509
+    rng = np.random.default_rng(20251028)
+    values = [rng.normal(size=(length, n)).astype(np.float32).astype(np.float64) for n in (D, D, DV)]
+    for decay in (None, 0.99):
+        want = budget.Expected(
+            getattr(hla, op)(*values, decay=decay),
+            getattr(hla, op)(*(np.abs(x) for x in values), decay=decay).max(axis=-1),
+        )
+        out = getattr(hla, op)(*(lib.asarray(x, "float32") for x in values), decay=decay, form=form)
+        most = budget.tolerance("float32", length, D, budget.stages(op))
+        budget.assert_within(lib.numpy(out), want, most, "float32", f"{op}, {form}, {decay}")
+
+
 @pytest.mark.parametrize("form", CAUSAL)
 @pytest.mark.parametrize("mask", ["causal", "prefix"])
 @pytest.mark.parametrize("normalize", [False, True])

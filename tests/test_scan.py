@@ -104,6 +104,8 @@ def test_operands_keep_their_order(lib: Library) -> None:
 @pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
 def test_matrices_along_every_axis(lib: Library, length: int, axis: int, reverse: bool) -> None:
     """2×2 integer matrices with two batch axes; the scanned axis stands anywhere before them."""
+    if lib.name == "jax" and (length, axis < 0) != (5, True):
+        pytest.skip("one length on jax, where every shape is compiled")
     rng = np.random.default_rng(length)
     matrices = rng.integers(-1, 2, size=(length, 2, 3, 2, 2))
     xp = lib.module

@@ -154,7 +154,7 @@ def test_a_dtype_that_the_library_lacks(lib: Library, tmp_path: Path) -> None:
     hla.save_state(tmp_path / "wide", make_state(NUMPY, KINDS["hla2"]))
     narrow = make_state(NUMPY, KINDS["hla2"], "float32")
     hla.save_state(tmp_path / "narrow", narrow)
-    with jax.enable_x64(False):
+    with jax.enable_x64(False) if hasattr(jax, "enable_x64") else jax.experimental.disable_x64():
         like = jax.numpy.zeros(1)
         with pytest.raises(
             hla.DTypeError, match=r"^like: expected a library that holds float64, as saved, got JAX wit"
