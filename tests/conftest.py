@@ -34,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 ONCE = ("concurrency", "cost", "errata", "imports", "memory", "public_api")
-"""Files that have nothing to do with an array library other than NumPy: the session of NumPy runs them."""
+"""Files whose tests, but for the shared ones, are about no array library: the session of NumPy runs them."""
 SAMPLED = ("errors", "forms", "inputs", "nonfinite", "packing", "reference")
 """Files of which JAX runs one in ten parameters of each test: XLA compiles every operation for every shape."""
 
@@ -52,7 +52,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         file, test = item.path.stem.removeprefix("test_"), item.nodeid.partition("[")[0]
         count = seen[test] = seen.get(test, -1) + 1
-        sampled = name == "jax" and file in SAMPLED and "lib" in getattr(item, "fixturenames", ())
-        (left if file in ONCE or (sampled and count % 10) else kept).append(item)
+        shared = "lib" in getattr(item, "fixturenames", ())
+        elsewhere = file in ONCE and not shared
+        sampled = name == "jax" and file in SAMPLED and shared and count % 10
+        (left if elsewhere or sampled else kept).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = kept

@@ -20,7 +20,7 @@ CHUNK = 5
 FORMS = ("recurrent", "scan", "chunkwise", "parallel")
 # Sequences within a chunk, across chunks, ending at one, of one token, and empty ones at every place.
 OFFSETS = (0, 0, 3, 10, 10, 10, 11, 15, 17, 17)
-# JAX compiles every operation for every shape that it meets: there sequences have the lengths of chunks, and few others.
+# JAX compiles every operation for every shape that it meets: there most sequences are as long as chunks.
 REGULAR = (0, 0, 5, 10, 10, 10, 10, 15, 17, 17)
 OPERATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear_attention": ("linear_attention", {}),

@@ -223,39 +223,30 @@ def test_an_old_file_is_replaced(tmp_path: Path) -> None:
     assert_same(NUMPY, hla.load_state(tmp_path / "state"), second)
 
 
-@pytest.mark.parametrize("step", ["replace", "fdopen"])
+@pytest.mark.parametrize("step", ["replace", "write"])
 def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """And nothing else: neither half a file nor a temporary one."""
     state = make_state(NUMPY, KINDS["hla2"])
     hla.save_state(tmp_path / "state", state)
     before = (tmp_path / "state").read_bytes()
-    real = os.fdopen
+    real = Path.write_bytes
 
-    class Full:
-        """A file on a full disk."""
-
-        def __init__(self, handle: int, mode: str) -> None:
-            self._file = real(handle, mode)
-
-        def __enter__(self) -> Full:
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            self._file.close()
-
-        def write(self, data: bytes) -> int:
-            self._file.write(data[: len(data) // 2])
-            raise OSError(28, "No space left on device")
-
-    def refuse(*_: Any) -> None:
+    def on_a_full_disk(self: Path, data: bytes) -> int:
+        real(self, data[: len(data) // 2])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, step, Full if step == "fdopen" else refuse)
-    with pytest.raises(OSError, match="No space left"):
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise OSError(13, "Permission denied")
+
+    if step == "write":
+        monkeypatch.setattr(Path, "write_bytes", on_a_full_disk)
+    else:
+        monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="No space left|Permission denied"):
         hla.save_state(tmp_path / "state", make_state(NUMPY, KINDS["ahla"]))
     monkeypatch.undo()
-    assert [p.name for p in tmp_path.iterdir()] == ["state"]
     assert (tmp_path / "state").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
 def test_no_such_place(tmp_path: Path) -> None:

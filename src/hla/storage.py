@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -127,14 +126,12 @@ def save_state(path: str | os.PathLike[str], state: State) -> None:
     metadata = {"format": FORMAT, "version": VERSION, "operator": json.dumps(dict(state.spec._asdict()))}
     data = save(tensors, metadata)
     target = Path(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(name, target)
+        beside.write_bytes(data)
+        os.replace(beside, target)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+        beside.unlink(missing_ok=True)
         raise
 
 
@@ -214,6 +211,8 @@ def _read(name: str, data: bytes) -> tuple[Spec, dict[str, Any]]:
     if metadata.get("version") != VERSION:
         raise wrong(f"format version {metadata.get('version')}, this release reads {VERSION}")
     spec = _read_spec(metadata, wrong)
+    if spec.order > 2 * len(tensors):
+        raise wrong(f"{len(tensors)} fields for order {spec.order}")
     symbols = {field_name(s.symbol): s.symbol for s in program(spec).states}
     if set(tensors) != set(symbols):
         raise wrong(f"fields {sorted(tensors)}, expected {sorted(symbols)}")

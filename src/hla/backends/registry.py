@@ -49,6 +49,8 @@ class Call:
     """whether values are hidden by a transformation"""
     options: frozenset[str]
     """names of the options in use, e.g. {"decay", "cu_seqlens", "normalize"}; mask and definition as "mask=prefix" """
+    order: int = 0
+    """of "higher_order", 4 or more; 0 for the operators with a name"""
 
 
 @dataclass(frozen=True, slots=True)

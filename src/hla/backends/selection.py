@@ -226,7 +226,8 @@ def call_of(problem: Problem, form: str) -> Call:
     library, where = arrays.family(v), arrays.device(v)
     grad: bool | None = False
     if library == "torch":
-        grad = any(x.requires_grad for x in (q, k, v))
+        inputs = (q, k, v, problem.log_decay, problem.scale, *(problem.initial or {}).values())
+        grad = any(getattr(x, "requires_grad", False) for x in inputs)
     elif library == "jax":
         grad = None
     return Call(
@@ -241,6 +242,7 @@ def call_of(problem: Problem, form: str) -> Call:
         needs_grad=grad,
         traced=any(arrays.is_traced(x) for x in (q, k, v)),
         options=frozenset(options),
+        order=spec.order,
     )
 
 
