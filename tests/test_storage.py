@@ -242,7 +242,7 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(Path, "write_bytes", on_a_full_disk)
     else:
         monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(OSError, match="No space left|Permission denied"):
+    with pytest.raises(OSError, match=r"No space left|Permission denied"):
         hla.save_state(tmp_path / "state", make_state(NUMPY, KINDS["ahla"]))
     monkeypatch.undo()
     assert (tmp_path / "state").read_bytes() == before
