@@ -180,6 +180,8 @@ def test_broadcast_inputs(lib: Any, name: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_is_written_to(lib: Any, name: str, form: str) -> None:
     """Neither inputs nor options, cotangents and states; NumPy's are read-only, so that writing would raise."""
+    if lib.name == "jax":
+        pytest.skip("JAX arrays cannot be written to")
     op, own = OPERATORS[name]
     arrays = [lib.asarray(np.array(x)) for x in draw(BATCH, HEADS)]
     mask = lib.asarray(np.random.default_rng(13).random((BATCH, 1, TOKENS)) < 0.8)
@@ -211,6 +213,8 @@ def test_nothing_is_written_to(lib: Any, name: str, form: str) -> None:
 
 @pytest.mark.parametrize("op", ["linear_attention", "hla2", "ahla", "hla3"])
 def test_bidirectional_inputs_are_not_written_to(lib: Any, op: str) -> None:
+    if lib.name == "jax":
+        pytest.skip("JAX arrays cannot be written to")
     arrays = [lib.asarray(np.array(x)) for x in draw(BATCH, HEADS)]
     mask = lib.asarray(np.random.default_rng(13).random((BATCH, 1, TOKENS)) < 0.8)
     before = [np.array(lib.numpy(x)) for x in (*arrays, mask)]

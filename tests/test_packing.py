@@ -395,7 +395,7 @@ def test_gradients_of_packed_sequences(lib: Any, name: str) -> None:
 
 @pytest.fixture
 def jax_lib(request: pytest.FixtureRequest) -> libraries.Library:
-    """JAX, in its own session."""
+    """JAX, where it is the chosen library."""
     if request.config.getoption("--arrays") != "jax":
         pytest.skip("of --arrays=jax")
     return libraries.Library("jax")

@@ -42,13 +42,13 @@ def only_with(request: pytest.FixtureRequest, name: str) -> Any:
 
 @pytest.fixture
 def jax(request: pytest.FixtureRequest) -> Any:
-    """JAX, in its own session."""
+    """JAX, where it is the chosen library."""
     return only_with(request, "jax")
 
 
 @pytest.fixture
 def torch(request: pytest.FixtureRequest) -> Any:
-    """PyTorch, in its own session."""
+    """PyTorch, where it is the chosen library."""
     return only_with(request, "torch")
 
 
