@@ -56,7 +56,7 @@ def types(session: nox.Session) -> None:
 def run_tests(session: nox.Session, name: str, module: str) -> None:
     """The whole suite, its shared tests on one array library; where that is missing the session fails."""
     session.install(".", *group("test", "cli", "numpy", name))
-    session.run("python", "-c", f"import {module}; print({module}.__name__, {module}.__version__)")
+    session.run("python", "-c", f"import rich, {module}; print({module}.__name__, {module}.__version__)")
     session.run("pytest", f"--arrays={name}", "-n", "2", "tests", *session.posargs, env=ONE_THREAD)
 
 

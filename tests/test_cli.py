@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import hla
 from hla.backends import Backend, BackendSpec, registered
 from hla.cli import main, report, text
 from hla.problem import Problem
+
+in_a_terminal = pytest.mark.skipif(find_spec("rich") is None, reason="of the extra cli: these commands draw with rich")
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -108,6 +111,7 @@ def test_misuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Non
 # --- verify -----------------------------------------------------------------------------------------------------
 
 
+@in_a_terminal
 def test_verify_quick() -> None:
     done = run("verify", "--quick", "--json", "--backend", "numpy")
     found = measured(done)
@@ -127,6 +131,7 @@ def test_verify_quick() -> None:
 # --- bench ------------------------------------------------------------------------------------------------------
 
 
+@in_a_terminal
 def test_bench(tmp_path: Path) -> None:
     picture = tmp_path / "time.svg"
     done = run(
@@ -158,6 +163,7 @@ def test_bench(tmp_path: Path) -> None:
         ["--plot", "time.doc"],
     ],
 )
+@in_a_terminal
 def test_bench_misuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 2
     captured = capsys.readouterr()
@@ -168,6 +174,7 @@ def test_bench_misuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
 # --- demo -------------------------------------------------------------------------------------------------------
 
 
+@in_a_terminal
 def test_demo() -> None:
     done = run("demo", "--json", "--bytes", "1409", "--backend", "numpy")
     found = measured(done)
@@ -198,6 +205,7 @@ def test_demo() -> None:
     assert found["values"] == sum(row["values"] for row in found["rows"])
 
 
+@in_a_terminal
 def test_demo_of_a_file_says_how_many_values(tmp_path: Path) -> None:
     file = tmp_path / "gedicht.txt"
     file.write_text("Wer reitet so spät durch Nacht und Wind? " * 3, encoding="utf-8")
@@ -223,6 +231,7 @@ def test_the_embedding_is_the_same_every_time() -> None:
     assert np.array_equal(first.q[:, 1], first.q[:, 3])  # position-free: the same two bytes
 
 
+@in_a_terminal
 def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty, latin = tmp_path / "empty.txt", tmp_path / "latin.txt"
     empty.write_bytes(b"")
@@ -236,6 +245,7 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert captured.out == ""
 
 
+@in_a_terminal
 def test_bad_file_in_a_process_of_its_own(tmp_path: Path) -> None:
     done = run("demo", str(tmp_path / "none.txt"), "--json")
     assert done.returncode == 2
@@ -245,6 +255,7 @@ def test_bad_file_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@in_a_terminal
 def test_bytes_below_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--bytes", "0"]) == 2
     assert "--bytes" in capsys.readouterr().err
@@ -282,6 +293,7 @@ def broken(request: pytest.FixtureRequest) -> Any:
     hla.backends.unregister_backend("broken")
 
 
+@in_a_terminal
 def test_verify_finds_a_planted_fault(broken: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--quick", "--json", "--backend", "broken"]) == 1
     found = one_object(capsys.readouterr().out)
@@ -293,6 +305,7 @@ def test_verify_finds_a_planted_fault(broken: Any, capsys: pytest.CaptureFixture
     assert all(row["backend"] == "broken" and row["note"] for row in failed)
 
 
+@in_a_terminal
 def test_demo_finds_a_planted_fault(broken: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--bytes", "401", "--json", "--backend", "broken"]) == 1
     found = one_object(capsys.readouterr().out)
@@ -301,6 +314,7 @@ def test_demo_finds_a_planted_fault(broken: Any, capsys: pytest.CaptureFixture[s
     assert all(row["notes"] for row in found["rows"])
 
 
+@in_a_terminal
 def test_bench_finds_a_planted_fault(capsys: pytest.CaptureFixture[str]) -> None:
     spec = BackendSpec(name="broken", families=("numpy",), priority=-1)
     hla.register_backend(Backend(spec=spec, load=lambda operator: fault_late))
@@ -313,6 +327,7 @@ def test_bench_finds_a_planted_fault(capsys: pytest.CaptureFixture[str]) -> None
     assert {row["kind"]: row["ok"] for row in rows} == {"operator": False, "loop": True, "softmax": True}
 
 
+@in_a_terminal
 def test_the_table_shows_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     spec = BackendSpec(name="broken", families=("numpy",), priority=-1)
     hla.register_backend(Backend(spec=spec, load=lambda operator: fault_raises))
@@ -342,6 +357,7 @@ def test_info_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "numpy" in capsys.readouterr().out
 
 
+@in_a_terminal
 def test_prints_of_libraries_do_not_reach_stdout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

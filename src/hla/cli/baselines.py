@@ -37,7 +37,8 @@ def softmax_attention(place: Placement) -> Callable[[Array, Array, Array], Array
             q, k, v = (x.swapaxes(0, 1)[None] for x in (q, k, v))
             return jax.nn.dot_product_attention(q, k, v, is_causal=True)[0].swapaxes(0, 1)
 
-        return jax.jit(attend_jax)
+        compiled: Callable[[Array, Array, Array], Array] = jax.jit(attend_jax)
+        return compiled
     return lambda q, k, v: blocked_softmax(place.xp, q, k, v)
 
 
@@ -83,7 +84,8 @@ def token_loop(place: Placement, operator: str) -> Callable[[Array, Array, Array
             tokens = tuple(x.swapaxes(0, 1) for x in (q, k, v))
             return jax.lax.scan(lambda carry, token: step(carry, *token), start(q, v), tokens)[1].swapaxes(0, 1)
 
-        return jax.jit(scan)
+        compiled: Callable[[Array, Array, Array], Array] = jax.jit(scan)
+        return compiled
 
     def loop(q: Array, k: Array, v: Array) -> Array:
         carry = start(q, v)

@@ -285,7 +285,7 @@ def _peak(place: Any, runner: Runner, inputs: Any) -> int | None:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         place.wait(runner.function(*inputs))
-        return torch.cuda.max_memory_allocated() - before
+        return int(torch.cuda.max_memory_allocated() - before)
     return None
 
 

@@ -35,7 +35,8 @@ class Placement:
             return function
         import jax
 
-        return jax.jit(function)
+        compiled: Callable[..., Any] = jax.jit(function)
+        return compiled
 
     def wait(self, result: Any) -> Any:
         """`result` when it is there: JAX, CuPy and torch on a GPU return before the work is done."""
