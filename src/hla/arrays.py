@@ -175,6 +175,11 @@ def is_numpy(xp: Namespace) -> bool:
     return _family(xp) == "numpy"
 
 
+def values_at_hand(xp: Namespace, x: Array) -> bool:
+    """Whether looking at a value of `x` costs next to nothing: no device to wait for, no transformation to break."""
+    return is_numpy(xp) or (getattr(xp, "eager", False) and x.device.type == "cpu")
+
+
 def undisturbed(xp: Namespace, x: Array) -> AbstractContextManager[Any]:
     """The library's own ambient settings off while the core computes on arrays like `x`.
 
@@ -224,6 +229,18 @@ def moveaxis(xp: Namespace, x: Array, source: int, target: int) -> Array:
 def transpose(xp: Namespace, x: Array) -> Array:
     """The last two axes swapped."""
     return x.mT if hasattr(x, "mT") else xp.matrix_transpose(x)  # NumPy before 2.0 has no .mT
+
+
+def multiply_add(xp: Namespace, x: Array, y: Array, z: Array) -> Array:
+    """x @ y + z, in one call where the namespace has one. z is a temporary of the caller, which may be overwritten."""
+    fused = getattr(xp, "multiply_add", None)
+    return xp.matmul(x, y) + z if fused is None else fused(x, y, z)
+
+
+def scaled(xp: Namespace, x: Array, factor: Array) -> Array:
+    """x · factor. x is a temporary of the caller, which may be overwritten."""
+    inplace = getattr(xp, "scaled", None)
+    return x * factor if inplace is None else inplace(x, factor)
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:

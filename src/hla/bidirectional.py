@@ -84,8 +84,8 @@ def whole(setting: Setting, a: Array, b: Array, c: Array) -> Array:
     xp = setting.xp
     if setting.starts is None:
         return xp.matmul(a, xp.matmul(transpose(xp, b), c))
-    up_to, _ = forward(setting, a, b, c)
+    up_to = forward(setting, a, b, c)
     strict = replace(setting, strict=True)
     flipped = (xp.flip(x, axis=-2) for x in (a, b, c))
-    after, _ = forward(reversed_time(strict), *flipped)
+    after = forward(reversed_time(strict), *flipped)
     return up_to + xp.flip(after, axis=-2)

@@ -11,7 +11,9 @@ also what form "parallel" (one chunk of T tokens) and form "scan" (all chunks at
 
 from __future__ import annotations
 
-from hla.arrays import Array, Namespace, is_numpy, transpose
+from typing import Any, TypeAlias
+
+from hla.arrays import Array, Namespace, is_numpy, multiply_add, scaled, transpose
 from hla.decays import Decay, Decays
 from hla.family import Program, steps
 from hla.loops import Tokens, fold
@@ -22,13 +24,19 @@ DEFAULT_CHUNK = 64
 
 def run(problem: Problem) -> tuple[Array, States]:
     """The output (*batch, T, dv) and the final states, chunk by chunk."""
+    output, states, _ = run_and_keep(problem, keep=False)
+    return output, states
+
+
+def run_and_keep(problem: Problem, keep: bool = True) -> tuple[Array, States, Any]:
+    """As `run`, with the states that enter each chunk, as notes of a fold: what the gradient starts from."""
     decays = Decays.of(problem)
 
-    def body(states: States, tokens: Tokens, _: None) -> tuple[States, Tokens, None]:
-        states, output = advance(problem, decays, states, tokens)
-        return states, {"o": output}, None
+    def body(states: States, tokens: Tokens, _: None) -> tuple[States, Tokens, Any]:
+        following, output = advance(problem, decays, states, tokens)
+        return following, {"o": output}, states if keep else None
 
-    states, outputs, _ = fold(
+    states, outputs, entering = fold(
         problem.xp,
         body,
         problem.initial_states(),
@@ -37,7 +45,7 @@ def run(problem: Problem) -> tuple[Array, States]:
         problem.chunk_size or default_chunk(problem),
         out=problem.out,
     )
-    return outputs["o"], states
+    return outputs["o"], states, entering
 
 
 def default_chunk(problem: Problem) -> int:
@@ -69,31 +77,33 @@ def advance(problem: Problem, decays: Decays, states: States, tokens: Tokens) ->
     return states, problem.finish(streams, mask)
 
 
+Scores: TypeAlias = dict[tuple[str, str, int, bool], Array]
+"""Γ(t,j)^p (a_t·b_j) by (stream a, stream b, p, strict): reads share them"""
+
+
 def chunk(xp: Namespace, program: Program, decay: Decay, states: States, streams: dict[str, Array]) -> States:
     """One chunk of a program: adds the result of every read to `streams`, returns the states after the chunk."""
-    scores: dict[tuple[str, str, int, bool], Array] = {}
-    following: States = {}
-    for symbol, state, step in steps(program):
-        if step is not None:
-            key = (step.query, state.key, state.power, step.strict)
-            if key not in scores:
-                scores[key] = _scores(xp, decay, streams[step.query], streams[state.key], state.power, step.strict)
-            streams[step.result] = _read(
-                xp,
-                decay,
-                scores[key],
-                streams[step.query],
-                streams[state.key],
-                streams[state.value],
-                states[symbol],
-                state.power,
-                step.strict,
-            )
-        if symbol not in following:
-            following[symbol] = accumulate(
-                xp, decay, states[symbol], streams[state.key], streams[state.value], state.power
-            )
-    return following
+    read_chunk(xp, program, decay, states, streams)
+    return {
+        s.symbol: accumulate(xp, decay, states[s.symbol], streams[s.key], streams[s.value], s.power)
+        for s in program.states
+    }
+
+
+def read_chunk(xp: Namespace, program: Program, decay: Decay, states: States, streams: dict[str, Array]) -> Scores:
+    """Adds the result of every read to `streams`; `states` are those that enter the chunk."""
+    scores: Scores = {}
+    for symbol, state, read in steps(program):
+        if read is None:
+            continue
+        query, key, value = streams[read.query], streams[state.key], streams[state.value]
+        name = (read.query, state.key, state.power, read.strict)
+        if name not in scores:
+            scores[name] = _scores(xp, decay, query, key, state.power, read.strict)
+        streams[read.result] = _read(
+            xp, decay, scores[name], query, key, value, states[symbol], state.power, read.strict
+        )
+    return scores
 
 
 def _scores(xp: Namespace, decay: Decay, query: Array, key: Array, power: int, strict: bool) -> Array:
@@ -102,7 +112,7 @@ def _scores(xp: Namespace, decay: Decay, query: Array, key: Array, power: int, s
     pairs = decay.pairs(power, strict)
     if decay.resets:  # an overflowing product across a boundary must not become 0·inf
         return xp.where(pairs == 0, xp.zeros_like(raw), raw * pairs)
-    return raw * pairs
+    return scaled(xp, raw, pairs)
 
 
 def _read(
@@ -119,9 +129,9 @@ def _read(
     inter = xp.matmul(query, state)
     into = decay.into(power, strict)
     if into is not None:
-        inter = inter * into if not decay.resets else xp.where(into == 0, xp.zeros_like(inter), inter * into)
+        inter = scaled(xp, inter, into) if not decay.resets else xp.where(into == 0, xp.zeros_like(inter), inter * into)
     if not decay.resets:
-        return xp.matmul(scores, value) + inter
+        return multiply_add(xp, scores, value, inter)
     value, spoilt = _separate_non_finite(xp, key, value)
     result = xp.matmul(scores, value) + inter
     if spoilt is None:
@@ -151,7 +161,7 @@ def accumulate(xp: Namespace, decay: Decay, state: Array, key: Array, value: Arr
             key = xp.where(out == 0, xp.zeros_like(key), key * out)
         else:
             key = key * out
-    added = xp.matmul(transpose(xp, key), value)
-    if through is not None:
-        state = state * through if not decay.resets else xp.where(through == 0, xp.zeros_like(state), state * through)
-    return state + added
+    if through is None:
+        return xp.matmul(transpose(xp, key), value) + state
+    state = state * through if not decay.resets else xp.where(through == 0, xp.zeros_like(state), state * through)
+    return multiply_add(xp, transpose(xp, key), value, state)

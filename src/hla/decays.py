@@ -4,17 +4,19 @@ r"""The decay factors Γ of one chunk.
 
     D[t, j] = Σ_{s=j+1..t} log γ_s,        column j = −1 standing for the state carried into the chunk,
 
-one cumulative sum per column instead of the difference c_t − c_j of two running sums. A difference of large sums
-loses digits, and −∞ − −∞ is NaN; a sum that contains −∞ is just −∞, and exp of it the exact 0 of a reset.
-Packed boundaries are kept apart from the log-decays: they clear also what a strict read would see, and no NaN in a
-log-decay may jump over them.
+one sum per pair (a product with a triangle of ones) instead of the difference c_t − c_j of two running sums: a
+difference of large sums loses digits. In these sums −∞ counts as a number so low that exp of it is the exact 0 of a
+reset, as 0·∞ would be NaN. Packed boundaries are kept apart from the log-decays: they clear also what a strict read
+would see, and no NaN in a log-decay may jump over them.
 """
 
 from __future__ import annotations
 
-from hla.arrays import Array, Device, DType, Namespace, is_numpy
+from hla.arrays import Array, Device, DType, Namespace, values_at_hand
 from hla.problem import Problem
 
+_RESET = -1.0e4
+"""stands for −∞: exp of it is 0 in float64 too, and a chunk's sum of it is far from overflow"""
 _SAFE = -80.0
 """exp of this is a normal number in float32; 3 is the largest decay exponent of the family"""
 
@@ -26,6 +28,7 @@ class Decays:
         self.xp, self.dtype, self.placed = xp, dtype, placed
         self._constant = constant
         self._grids: dict[int, tuple[Array, Array, dict[bool, Array]]] = {}
+        self._triangles: dict[tuple[int, bool], Array] = {}
         self._memo: dict[int, Decay] = {}
 
     @classmethod
@@ -51,6 +54,15 @@ class Decays:
             self._grids[length] = row, column, {False: column <= row, True: column < row}
         return self._grids[length]
 
+    def triangle(self, length: int, strict: bool = False) -> Array:
+        """Ones below, and unless strict on, the diagonal, (C, C): times it, a column becomes its running sum."""
+        found = self._triangles.get((length, strict))
+        if found is None:
+            row, column = self.xp.arange(length, **self.placed)[:, None], self.xp.arange(length, **self.placed)[None, :]
+            found = self.xp.astype(row > column if strict else row >= column, self.dtype)
+            self._triangles[length, strict] = found
+        return found
+
 
 class Decay:
     """The factors of one chunk of `length` tokens."""
@@ -63,25 +75,32 @@ class Decay:
         self._memo: dict[tuple[str, int, bool], Array] = {}
         row, column, self._visible = of.grid(length)
         if log_decay is not None:
-            self._log = self._spans(log_decay, constant, row, column)
-            if self.resets and starts is None and is_numpy(self._xp):
-                # Values are at hand: D's least entry is the chunk's whole span. Selecting costs more than this look.
-                self.resets = not bool(3 * self._xp.min(self._log[False][..., -1, 0], initial=0.0) > _SAFE)
+            self._log = self._spans(log_decay, constant, row, column, of)
+            if self.resets and starts is None and values_at_hand(self._xp, log_decay):
+                # D's least entry is the chunk's whole span. Selecting costs more than this look.
+                span = self._log[..., -1, 0]
+                self.resets = not bool(self._xp.all(3 * span > _SAFE))
         if starts is not None:
             self._visible = self._same_sequence(starts)
         self._has_log = log_decay is not None
 
-    def _spans(self, log_decay: Array, constant: bool, row: Array, column: Array) -> dict[bool, Array]:
-        """D, for a read and for a strict read."""
+    def _spans(self, log_decay: Array, constant: bool, row: Array, column: Array, of: Decays) -> Array:
+        """D."""
         xp = self._xp
         if constant:
-            span = xp.astype(row - column, self._dtype) * log_decay
-        else:
-            zero = xp.zeros((), dtype=self._dtype, **self._placed)
-            span = xp.cumulative_sum(xp.where(row > column, log_decay, zero), axis=-2, dtype=self._dtype)
-        # The strict read of token t sees the state of token t−1: the row above; row 0 sees the carried-in state.
-        first = xp.zeros((*span.shape[:-2], 1, span.shape[-1]), dtype=self._dtype, **self._placed)
-        return {False: span, True: xp.concat([first, span[..., :-1, :]], axis=-2)}
+            return xp.astype(row - column, self._dtype) * log_decay
+        zero = xp.zeros((), dtype=self._dtype, **self._placed)
+        floor = xp.asarray(_RESET, dtype=self._dtype, **self._placed)
+        log_decay = xp.where(log_decay < floor, floor, log_decay)
+        return xp.matmul(of.triangle(int(row.shape[0])), xp.where(row > column, log_decay, zero))
+
+    def _seen_from(self, strict: bool) -> Array:
+        """D of a read. A strict read of token t sees what t−1 left, the row above; row 0 the carried-in state."""
+        span = self._log
+        if not strict:
+            return span
+        first = self._xp.zeros((*span.shape[:-2], 1, span.shape[-1]), dtype=self._dtype, **self._placed)
+        return self._xp.concat([first, span[..., :-1, :]], axis=-2)
 
     def _same_sequence(self, starts: Array) -> dict[bool, Array]:
         """What is visible, within one packed sequence."""
@@ -103,7 +122,7 @@ class Decay:
                 found = found * base
         elif self._has_log:
             nothing = xp.asarray(float("-inf"), dtype=self._dtype, **self._placed)
-            found = xp.exp(xp.where(self._visible[strict], self._log[strict], nothing))
+            found = xp.exp(xp.where(self._visible[strict], self._seen_from(strict), nothing))
         else:
             found = xp.astype(self._visible[strict], self._dtype)
         self._memo["factors", power, strict] = found

@@ -1,18 +1,22 @@
 r"""Reverse mode through a whole program: the gradient of the family is the family again (math, "Gradients").
 
-A program is a list of reads, each one pass of the primitive, so its adjoint is the passes' adjoints in reverse.
-Kept: the stages' results over all tokens and one state per chunk and pass. Nothing of size T×T exists.
+The states are run forwards once, keeping those that enter each chunk, and then a loop over chunks runs backwards: it
+recomputes the chunk's reads and pulls through them (`hla.adjoint`), carrying the cotangents of the states from right to
+left. Kept: inputs, gradients, and one set of states per chunk. No stage's result of length T, nothing of size T×T.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
-from hla.arrays import Array, cast, sum_to
+from hla.adjoint import ChunkAdjoint, Rate
+from hla.arrays import Array, broadcast_shapes, cast, sum_to
 from hla.bidirectional import packed_setting, whole
-from hla.chunkwise import default_chunk
-from hla.family import weighted_sum
-from hla.primitive import Cotangents, Setting, backward, forward
+from hla.chunkwise import chunk, default_chunk, read_chunk, token_arrays
+from hla.decays import Decays
+from hla.family import Program, weighted_sum
+from hla.loops import Tokens, fold
 from hla.problem import Problem, States
 
 
@@ -24,101 +28,112 @@ class ProblemGradients(NamedTuple):
     v: Array
     log_decay: Array | None
     initial: States
+    scale: Array | None = None
+    """of a scale that is an array"""
 
 
-def pull(problem: Problem, d_output: Array, d_final: States | None) -> ProblemGradients:
-    """The gradient of (output, final states) applied to (d_output, d_final). Missing entries of d_final count as 0."""
+def pull(problem: Problem, d_output: Array, d_final: States | None, entering: Any = None) -> ProblemGradients:
+    """The gradient of (output, final states) applied to (d_output, d_final). Missing entries of d_final count as 0.
+
+    `entering`: what `chunkwise.run_and_keep` kept, if it ran on this problem.
+    """
+    if problem.program.spec.mask == "none":
+        return _pull_whole(problem, d_output)
     xp, program = problem.xp, problem.program
-    streams = problem.streams(problem.q, problem.k, problem.v, problem.token_mask)
-    passes = {read.result: _Pass(problem, read.result) for read in program.reads}
-    for read in program.reads:
-        state = program.state(read.state)
-        streams[read.result] = passes[read.result].run(streams[read.query], streams[state.key], streams[state.value])
-    cotangents = _output_cotangents(problem, streams, cast(xp, d_output, problem.dtype))
-    log_decay: Array | None = None
-    initial: States = {}
-    pending = {symbol: cast(xp, x, problem.dtype) for symbol, x in (d_final or {}).items()}
-    for read in reversed(program.reads):
-        state = program.state(read.state)
-        d = cotangents.pop(read.result, None)
-        d_state = pending.pop(read.state, None)
-        if d is None and d_state is None:
-            continue
-        if d is None:
-            d = xp.zeros_like(streams[read.result])
-        found = passes[read.result].pull(streams[read.query], streams[state.key], streams[state.value], d, d_state)
-        for name, x in ((read.query, found.a), (state.key, found.b), (state.value, found.c)):
-            cotangents[name] = x if name not in cotangents else cotangents[name] + x
-        initial[read.state] = found.initial if read.state not in initial else initial[read.state] + found.initial
-        if found.log_decay is not None:  # summed over its own batch axes first: adding would count narrow ones twice
-            rate = _decay_gradient(problem, found.log_decay)
-            log_decay = rate if log_decay is None else log_decay + rate
+    step = problem.chunk_size or default_chunk(problem)
+    if entering is None:
+        entering = _entering(problem, step)
+    decays = Decays.of(problem)
+    batch = None if problem.log_decay is None else broadcast_shapes(*problem.token_batches())  # masked per head, say
+
+    def body(leaving: States, tokens: Tokens, before: States) -> tuple[States, Tokens, None]:
+        mask, length = tokens["token_mask"], int(tokens["v"].shape[-2])
+        streams = problem.streams(tokens["q"], tokens["k"], tokens["v"], mask)
+        decay = decays.chunk(length, problem.masked_log_decay(tokens["log_decay"], mask), tokens["starts"])
+        scores = read_chunk(xp, program, decay, before, streams)
+        rate = None if batch is None else Rate(xp, decays, batch)
+        adjoint = ChunkAdjoint(xp, decay, streams, scores, before, leaving, rate)
+        adjoint.pull(program, _output_cotangents(problem, streams, cast(xp, tokens["d"], problem.dtype), mask))
+        outputs = _input_gradients(problem, tokens, adjoint.cotangents, mask)
+        if rate is not None:
+            outputs["log_decay"] = rate.total(length)
+        return adjoint.states, outputs, None
+
+    initial, outputs, _ = fold(
+        xp,
+        body,
+        _final_cotangents(problem, d_final),
+        {**token_arrays(problem), "d": d_output},
+        problem.length,
+        step,
+        reverse=True,
+        notes=entering,
+    )
+    given = problem.initial or {}
     return ProblemGradients(
-        _input_gradient(problem, problem.q, cotangents.get("q"), scaled=True),
-        _input_gradient(problem, problem.k, cotangents.get("k"), scaled=False),
-        _input_gradient(problem, problem.v, cotangents.get("v"), scaled=False),
-        _decay_gradient(problem, None) if log_decay is None else log_decay,
-        {
-            symbol: sum_to(xp, initial[symbol], x.shape) if symbol in initial else xp.zeros_like(x)
-            for symbol, x in (problem.initial or {}).items()
-        },
+        outputs["q"],
+        outputs["k"],
+        outputs["v"],
+        _decay_gradient(problem, outputs.get("log_decay")),
+        {symbol: sum_to(xp, initial[symbol], x.shape) for symbol, x in given.items()},
+        xp.sum(outputs["scale"], dtype=problem.dtype) if "scale" in outputs else None,
     )
 
 
-class _Pass:
-    """One read of the program as a pass of the primitive over all tokens."""
-
-    def __init__(self, problem: Problem, result: str) -> None:
-        read = next(r for r in problem.program.reads if r.result == result)
-        self._bidirectional = problem.program.spec.mask == "none"
-        self._initial = (problem.initial or {}).get(read.state)
-        if self._initial is not None:
-            self._initial = cast(problem.xp, self._initial, problem.dtype)
-        if self._bidirectional:
-            self._setting = packed_setting(problem)
-            return
-        self._setting = Setting(
-            problem.xp,
-            problem.dtype,
-            problem.placed,
-            problem.chunk_size or default_chunk(problem),
-            problem.program.state(read.state).power,
-            read.strict,
-            problem.masked_log_decay(problem.log_decay, problem.token_mask),
-            problem.constant,
-            problem.starts,
-        )
-
-    def run(self, a: Array, b: Array, c: Array) -> Array:
-        if self._bidirectional:
-            return whole(self._setting, a, b, c)
-        return forward(self._setting, a, b, c, self._initial)[0]
-
-    def pull(self, a: Array, b: Array, c: Array, d: Array, d_state: Array | None) -> Cotangents:
-        if not self._bidirectional:
-            return backward(self._setting, a, b, c, self._initial, d, d_state)
-        xp, setting = self._setting.xp, self._setting
-        return Cotangents(
-            sum_to(xp, whole(setting, d, c, b), a.shape),
-            sum_to(xp, whole(setting, c, d, a), b.shape),
-            sum_to(xp, whole(setting, b, a, d), c.shape),
-            setting.zeros(b, c),
-            None,
-        )
+@cache
+def _feeding(program: Program) -> Program:
+    """The program without the reads that only make the output: what moves the states."""
+    wanted: set[str] = {name for state in program.states for name in (state.key, state.value)}
+    reads: list[Any] = []
+    for read in reversed(program.reads):
+        if read.result in wanted:
+            wanted.add(read.query)
+            reads.insert(0, read)
+    return Program(program.spec, program.states, tuple(reads), ())
 
 
-def _output_cotangents(problem: Problem, streams: dict[str, Array], d: Array) -> dict[str, Array]:
+def _entering(problem: Problem, step: int) -> Any:
+    """The states that enter each chunk, as notes of a fold."""
+    xp, decays, program = problem.xp, Decays.of(problem), _feeding(problem.program)
+
+    def body(states: States, tokens: Tokens, _: None) -> tuple[States, Tokens, States]:
+        mask = tokens["token_mask"]
+        streams = problem.streams(tokens["q"], tokens["k"], tokens["v"], mask)
+        log_decay = problem.masked_log_decay(tokens["log_decay"], mask)
+        decay = decays.chunk(int(streams["v"].shape[-2]), log_decay, tokens["starts"])
+        return chunk(xp, program, decay, states, streams), {}, states
+
+    return fold(xp, body, problem.initial_states(), token_arrays(problem), problem.length, step)[2]
+
+
+def _final_cotangents(problem: Problem, d_final: States | None) -> States:
+    """Cotangents of all final states at the states' own shapes."""
+    xp, result = problem.xp, {}
+    for symbol, shape in problem.shapes().state.items():
+        d = (d_final or {}).get(symbol)
+        if d is None:
+            result[symbol] = xp.zeros(shape, dtype=problem.dtype, **problem.placed)
+        else:  # a finished state is its own, broadcast to the batch
+            d = cast(xp, d, problem.dtype)
+            own = (*(1,) * (d.ndim - len(shape)), *shape)
+            result[symbol] = xp.reshape(sum_to(xp, d, own), shape)
+    return result
+
+
+def _output_cotangents(
+    problem: Problem, streams: dict[str, Array], d: Array, token_mask: Array | None
+) -> dict[str, Array]:
     """Back through masking, normalisation and the weighted sum of reads."""
     xp, program = problem.xp, problem.program
-    if problem.token_mask is not None:
-        d = xp.where(problem.token_mask, d, xp.zeros_like(d))
+    if token_mask is not None:
+        d = xp.where(token_mask, d, xp.zeros_like(d))
     result: dict[str, Array] = {}
     if program.denominator:
         numerator = weighted_sum(program.output, streams, problem.ridge)
         denominator = weighted_sum(program.denominator, streams, problem.ridge) + problem.eps
         inverse = 1.0 / denominator
-        if problem.token_mask is not None:  # 0/0 at a skipped token would make 0·NaN below
-            inverse = xp.where(problem.token_mask, inverse, xp.zeros_like(inverse))
+        if token_mask is not None:  # 0/0 at a skipped token would make 0·NaN below
+            inverse = xp.where(token_mask, inverse, xp.zeros_like(inverse))
         d_denominator = -xp.sum(d * numerator, axis=-1, keepdims=True, dtype=d.dtype) * inverse * inverse
         d = d * inverse
         _scatter(problem, program.denominator, d_denominator, result)
@@ -128,19 +143,28 @@ def _output_cotangents(problem: Problem, streams: dict[str, Array], d: Array) ->
 
 def _scatter(problem: Problem, terms: tuple[tuple[str, float | None], ...], d: Array, into: dict[str, Array]) -> None:
     for name, weight in terms:
-        into[name] = d * (problem.ridge if weight is None else weight)
+        factor = problem.ridge if weight is None else weight
+        into[name] = d if factor == 1.0 else d * factor
 
 
-def _input_gradient(problem: Problem, x: Array, d: Array | None, scaled: bool) -> Array:
-    """Back through masking and scaling, to the shape and dtype of the input."""
+def _input_gradients(problem: Problem, tokens: Tokens, cotangents: dict[str, Array], mask: Array | None) -> Tokens:
+    """Back through masking and scaling, to the shapes and dtypes of the inputs."""
     xp = problem.xp
-    if d is None:
-        return xp.zeros_like(x)
-    if problem.token_mask is not None:
-        d = xp.where(problem.token_mask, d, xp.zeros_like(d))
-    if scaled:
-        d = d * problem.scale
-    return cast(xp, sum_to(xp, d, x.shape), x.dtype)
+    result: Tokens = {}
+    for name in ("q", "k", "v"):
+        x, d = tokens[name], cotangents.get(name)
+        if d is None:
+            result[name] = xp.zeros_like(x)
+            continue
+        if mask is not None:
+            d = xp.where(mask, d, xp.zeros_like(d))
+        if name == "q":
+            if problem.scale_varies:
+                result["scale"] = xp.sum(d * cast(xp, x, d.dtype), axis=-1, keepdims=True, dtype=d.dtype)
+            if problem.scaled:
+                d = d * problem.scale
+        result[name] = cast(xp, sum_to(xp, d, x.shape), x.dtype)
+    return result
 
 
 def _decay_gradient(problem: Problem, d: Array | None) -> Array | None:
@@ -157,6 +181,30 @@ def _decay_gradient(problem: Problem, d: Array | None) -> Array | None:
     return sum_to(xp, d, log_decay.shape)
 
 
+def _pull_whole(problem: Problem, d_output: Array) -> ProblemGradients:
+    """mask="none": a read a_tᵀ Σ_j b_j c_jᵀ is three such reads backwards."""
+    xp, program, mask = problem.xp, problem.program, problem.token_mask
+    streams = problem.streams(problem.q, problem.k, problem.v, mask)
+    setting = packed_setting(problem)
+    for read in program.reads:
+        state = program.state(read.state)
+        streams[read.result] = whole(setting, streams[read.query], streams[state.key], streams[state.value])
+    cotangents = _output_cotangents(problem, streams, cast(xp, d_output, problem.dtype), mask)
+    for read in reversed(program.reads):
+        state, d = program.state(read.state), cotangents.pop(read.result)
+        a, b, c = streams[read.query], streams[state.key], streams[state.value]
+        for name, x in (
+            (read.query, whole(setting, d, c, b)),
+            (state.key, whole(setting, c, d, a)),
+            (state.value, whole(setting, b, a, d)),
+        ):
+            x = sum_to(xp, x, streams[name].shape)
+            cotangents[name] = x if name not in cotangents else cotangents[name] + x
+    found = _input_gradients(problem, {"q": problem.q, "k": problem.k, "v": problem.v}, cotangents, mask)
+    scale = xp.sum(found["scale"], dtype=problem.dtype) if "scale" in found else None
+    return ProblemGradients(found["q"], found["k"], found["v"], None, {}, scale)
+
+
 def pull_empty(problem: Problem, d_final: States | None) -> ProblemGradients:
     """The gradient of a call on no tokens: the final state is the initial one."""
     xp, given = problem.xp, problem.initial or {}
@@ -169,4 +217,5 @@ def pull_empty(problem: Problem, d_final: States | None) -> ProblemGradients:
             symbol: sum_to(xp, (d_final or {})[symbol], x.shape) if symbol in (d_final or {}) else xp.zeros_like(x)
             for symbol, x in given.items()
         },
+        xp.zeros((), dtype=problem.dtype, **problem.placed) if problem.scale_varies else None,
     )

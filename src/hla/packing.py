@@ -160,4 +160,5 @@ def pull(problem: Problem, d_output: Array, d_final: States | None, one: Any) ->
         xp.concat([g.v for g in found], axis=-2),
         log_decay,
         {s: xp.stack([g.initial[s] for g in found], axis=0) for s in (problem.initial or {})},
+        sum((g.scale for g in found[1:]), start=found[0].scale) if problem.scale_varies else None,
     )

@@ -65,6 +65,16 @@ class Problem:
         """Whether a decay factor can be exactly 0."""
         return self.starts is not None or (self.log_decay is not None and not self.constant)
 
+    @property
+    def scale_varies(self) -> bool:
+        """Whether the scale is an array, which has a gradient."""
+        return not isinstance(self.scale, float)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the scale changes anything."""
+        return self.scale_varies or self.scale != 1.0
+
     def token_batches(self) -> tuple[tuple[int, ...], ...]:
         """Batch axes of the options that vary over heads: they reach every state."""
         return tuple(tuple(x.shape[:-2]) for x in (self.log_decay, self.token_mask, self.starts) if x is not None)
@@ -104,7 +114,7 @@ class Problem:
         """Some of the tokens as the program's input streams: cast, scaled, masked."""
         xp = self.xp
         q, k, v = (cast(xp, x, self.dtype) for x in (q, k, v))
-        if not (isinstance(self.scale, float) and self.scale == 1.0):
+        if self.scaled:
             q = q * self.scale
         one: Array | None = None
         if token_mask is not None:
