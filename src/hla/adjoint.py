@@ -65,7 +65,7 @@ class ChunkAdjoint:
         if before is None:
             self.cotangents[name] = sum_to(xp, xp.matmul(x, y), shape)
         elif x.shape[:-2] == shape[:-2] and y.shape[:-2] == shape[:-2]:
-            self.cotangents[name] = multiply_add(xp, x, y, before)
+            self.cotangents[name] = multiply_add(xp, x, y, before, spare=True)
         else:
             self.cotangents[name] = before + sum_to(xp, xp.matmul(x, y), shape)
 

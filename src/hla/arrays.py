@@ -106,11 +106,10 @@ def dtype_name(dtype: DType) -> str:
 
 def device(x: Array) -> Device:
     """The device of `x`, or None where it has none to speak of (under a JAX transformation)."""
-    if family(x) == "numpy":
+    library = family(x)
+    if library == "numpy" or (library == "jax" and is_traced(x)):
         return None
-    if is_traced(x):
-        return None
-    return array_api_compat.device(x)
+    return x.device if library == "torch" else array_api_compat.device(x)
 
 
 def beside(x: Array) -> dict[str, Device]:
@@ -170,9 +169,26 @@ def is_traced(x: Any) -> bool:
     return False
 
 
+def is_compiling() -> bool:
+    """Whether torch.compile or torch.export traces this very code."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())
+
+
+def unrolls(x: Any) -> bool:
+    """Whether a torch tensor belongs to a program being traced, into which a Python loop would be unrolled."""
+    torch = sys.modules["torch"]
+    return bool(torch.compiler.is_compiling() or x.is_meta or isinstance(x, torch._subclasses.FakeTensor))
+
+
 def is_numpy(xp: Namespace) -> bool:
     """Whether `xp` is NumPy, where values are at hand and writing into an array is plain."""
     return _family(xp) == "numpy"
+
+
+def writable(xp: Namespace) -> bool:
+    """Whether the core may write into arrays that it made itself: neither immutable nor watched by autograd."""
+    return is_numpy(xp) or getattr(xp, "eager", False)
 
 
 def values_at_hand(xp: Namespace, x: Array) -> bool:
@@ -231,10 +247,10 @@ def transpose(xp: Namespace, x: Array) -> Array:
     return x.mT if hasattr(x, "mT") else xp.matrix_transpose(x)  # NumPy before 2.0 has no .mT
 
 
-def multiply_add(xp: Namespace, x: Array, y: Array, z: Array) -> Array:
-    """x @ y + z, in one call where the namespace has one. z is a temporary of the caller, which may be overwritten."""
+def multiply_add(xp: Namespace, x: Array, y: Array, z: Array, *, spare: bool) -> Array:
+    """x @ y + z, in one call where the namespace has one. `spare`: z is not needed any more and may be overwritten."""
     fused = getattr(xp, "multiply_add", None)
-    return xp.matmul(x, y) + z if fused is None else fused(x, y, z)
+    return xp.matmul(x, y) + z if fused is None else fused(x, y, z, spare)
 
 
 def scaled(xp: Namespace, x: Array, factor: Array) -> Array:

@@ -132,7 +132,7 @@ def check_call(operator: str, q: Any, k: Any, v: Any, options: Options, order: i
     if axis != -2:
         q, k, v = (arrays.moveaxis(xp, x, axis, -2) for x in (q, k, v))
     batch = check_shapes(q, k, v, options.axis)
-    length = int(q.shape[-2])
+    length = q.shape[-2]
     dtype = accumulation_dtype(xp, q, k, v)
     log_decay, constant = _check_decays(xp, options, v, batch, length, dtype)
     token_mask = None

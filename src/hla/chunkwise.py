@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from hla.arrays import Array, Namespace, is_numpy, multiply_add, scaled, transpose
+from hla.arrays import Array, Namespace, is_numpy, multiply_add, scaled, transpose, writable
 from hla.decays import Decay, Decays
 from hla.family import Program, steps
 from hla.loops import Tokens, fold
@@ -33,13 +33,13 @@ def run_and_keep(problem: Problem, keep: bool = True) -> tuple[Array, States, An
     decays = Decays.of(problem)
 
     def body(states: States, tokens: Tokens, _: None) -> tuple[States, Tokens, Any]:
-        following, output = advance(problem, decays, states, tokens)
+        following, output = advance(problem, decays, states, tokens, spare=not keep)
         return following, {"o": output}, states if keep else None
 
     states, outputs, entering = fold(
         problem.xp,
         body,
-        problem.initial_states(),
+        problem.initial_states(own=not keep and writable(problem.xp)),
         token_arrays(problem),
         problem.length,
         problem.chunk_size or default_chunk(problem),
@@ -67,13 +67,15 @@ def token_arrays(problem: Problem) -> Tokens:
     }
 
 
-def advance(problem: Problem, decays: Decays, states: States, tokens: Tokens) -> tuple[States, Array]:
+def advance(
+    problem: Problem, decays: Decays, states: States, tokens: Tokens, *, spare: bool = False
+) -> tuple[States, Array]:
     """States and finished output after one more chunk."""
     mask = tokens["token_mask"]
     streams = problem.streams(tokens["q"], tokens["k"], tokens["v"], mask)
     log_decay = problem.masked_log_decay(tokens["log_decay"], mask)
     decay = decays.chunk(int(streams["v"].shape[-2]), log_decay, tokens["starts"])
-    states = chunk(problem.xp, problem.program, decay, states, streams)
+    states = chunk(problem.xp, problem.program, decay, states, streams, spare=spare)
     return states, problem.finish(streams, mask)
 
 
@@ -81,11 +83,16 @@ Scores: TypeAlias = dict[tuple[str, str, int, bool], Array]
 """Γ(t,j)^p (a_t·b_j) by (stream a, stream b, p, strict): reads share them"""
 
 
-def chunk(xp: Namespace, program: Program, decay: Decay, states: States, streams: dict[str, Array]) -> States:
-    """One chunk of a program: adds the result of every read to `streams`, returns the states after the chunk."""
+def chunk(
+    xp: Namespace, program: Program, decay: Decay, states: States, streams: dict[str, Array], *, spare: bool = False
+) -> States:
+    """One chunk of a program: adds the result of every read to `streams`, returns the states after the chunk.
+
+    `spare`: the arrays of `states` are not needed any more and may be overwritten.
+    """
     read_chunk(xp, program, decay, states, streams)
     return {
-        s.symbol: accumulate(xp, decay, states[s.symbol], streams[s.key], streams[s.value], s.power)
+        s.symbol: accumulate(xp, decay, states[s.symbol], streams[s.key], streams[s.value], s.power, spare)
         for s in program.states
     }
 
@@ -131,7 +138,7 @@ def _read(
     if into is not None:
         inter = scaled(xp, inter, into) if not decay.resets else xp.where(into == 0, xp.zeros_like(inter), inter * into)
     if not decay.resets:
-        return multiply_add(xp, scores, value, inter)
+        return multiply_add(xp, scores, value, inter, spare=True)
     value, spoilt = _separate_non_finite(xp, key, value)
     result = xp.matmul(scores, value) + inter
     if spoilt is None:
@@ -152,7 +159,7 @@ def _separate_non_finite(xp: Namespace, key: Array, value: Array) -> tuple[Array
     return xp.where(good, value, xp.zeros_like(value)), xp.astype(xp.logical_not(good), value.dtype)
 
 
-def accumulate(xp: Namespace, decay: Decay, state: Array, key: Array, value: Array, power: int) -> Array:
+def accumulate(xp: Namespace, decay: Decay, state: Array, key: Array, value: Array, power: int, spare: bool) -> Array:
     """The state after the chunk."""
     out, through = decay.out(power), decay.through(power)
     if out is not None:
@@ -162,6 +169,9 @@ def accumulate(xp: Namespace, decay: Decay, state: Array, key: Array, value: Arr
         else:
             key = key * out
     if through is None:
-        return xp.matmul(transpose(xp, key), value) + state
-    state = state * through if not decay.resets else xp.where(through == 0, xp.zeros_like(state), state * through)
-    return multiply_add(xp, transpose(xp, key), value, state)
+        return multiply_add(xp, transpose(xp, key), value, state, spare=spare)
+    if decay.resets:
+        state = xp.where(through == 0, xp.zeros_like(state), state * through)
+    else:
+        state = scaled(xp, state, through) if spare else state * through
+    return multiply_add(xp, transpose(xp, key), value, state, spare=True)

@@ -12,7 +12,7 @@ would see, and no NaN in a log-decay may jump over them.
 
 from __future__ import annotations
 
-from hla.arrays import Array, Device, DType, Namespace, values_at_hand
+from hla.arrays import Array, Device, DType, Namespace, scaled, values_at_hand
 from hla.problem import Problem
 
 _RESET = -1.0e4
@@ -28,7 +28,7 @@ class Decays:
         self.xp, self.dtype, self.placed = xp, dtype, placed
         self._constant = constant
         self._grids: dict[int, tuple[Array, Array, dict[bool, Array]]] = {}
-        self._triangles: dict[tuple[int, bool], Array] = {}
+        self._triangles: dict[tuple[int, bool | None], Array] = {}
         self._memo: dict[int, Decay] = {}
 
     @classmethod
@@ -54,6 +54,14 @@ class Decays:
             self._grids[length] = row, column, {False: column <= row, True: column < row}
         return self._grids[length]
 
+    def between(self, length: int) -> Array:
+        """Ones where s > j, for tokens s and columns j from −1, (C, C + 1)."""
+        found = self._triangles.get((length, None))
+        if found is None:
+            row, column, _ = self.grid(length)
+            found = self._triangles[length, None] = self.xp.astype(row > column, self.dtype)
+        return found
+
     def triangle(self, length: int, strict: bool = False) -> Array:
         """Ones below, and unless strict on, the diagonal, (C, C): times it, a column becomes its running sum."""
         found = self._triangles.get((length, strict))
@@ -74,6 +82,7 @@ class Decay:
         """whether a factor can be exactly 0, so that sums must select instead of multiplying by it"""
         self._memo: dict[tuple[str, int, bool], Array] = {}
         row, column, self._visible = of.grid(length)
+        self._packed, self._lasting = starts is not None, self.trivial or (constant and starts is None)
         if log_decay is not None:
             self._log = self._spans(log_decay, constant, row, column, of)
             if self.resets and starts is None and values_at_hand(self._xp, log_decay):
@@ -88,11 +97,15 @@ class Decay:
         """D."""
         xp = self._xp
         if constant:
-            return xp.astype(row - column, self._dtype) * log_decay
-        zero = xp.zeros((), dtype=self._dtype, **self._placed)
+            return xp.astype(xp.where(row > column, row - column, xp.zeros_like(row)), self._dtype) * log_decay
         floor = xp.asarray(_RESET, dtype=self._dtype, **self._placed)
         log_decay = xp.where(log_decay < floor, floor, log_decay)
-        return xp.matmul(of.triangle(int(row.shape[0])), xp.where(row > column, log_decay, zero))
+        length = int(row.shape[0])
+        if self._packed:  # a NaN stays in its own sequence
+            between = xp.where(row > column, log_decay, xp.zeros_like(log_decay))
+        else:
+            between = log_decay * of.between(length)
+        return xp.matmul(of.triangle(length), between)
 
     def _seen_from(self, strict: bool) -> Array:
         """D of a read. A strict read of token t sees what t−1 left, the row above; row 0 the carried-in state."""
@@ -121,8 +134,12 @@ class Decay:
             for _ in range(power - 1):
                 found = found * base
         elif self._has_log:
-            nothing = xp.asarray(float("-inf"), dtype=self._dtype, **self._placed)
-            found = xp.exp(xp.where(self._visible[strict], self._seen_from(strict), nothing))
+            seen, visible = self._seen_from(strict), self._visible[strict]
+            if self._packed:
+                nothing = xp.asarray(float("-inf"), dtype=self._dtype, **self._placed)
+                found = xp.exp(xp.where(visible, seen, nothing))
+            else:  # D is 0 where nothing is seen: a product is much faster there than exp(−∞)
+                found = scaled(xp, xp.exp(seen), xp.astype(visible, self._dtype))
         else:
             found = xp.astype(self._visible[strict], self._dtype)
         self._memo["factors", power, strict] = found
@@ -150,6 +167,8 @@ class Decay:
             factors = self._factors(power, strict)
             if part == "pairs":
                 found = factors[..., :, 1:]
+                if self._lasting:  # used for every chunk: worth a copy that lies in one piece
+                    found = found + 0.0
             elif part == "into":
                 found = factors[..., :, :1]
             elif part == "out":

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Unpack
 
 from hla import arrays
 from hla.arrays import Array
-from hla.backends import selection
+from hla.backends import Backend, selection
 from hla.checks import Checked, check_call
 from hla.errors import OptionError, ShapeError, message
 from hla.ops import execute
@@ -24,6 +24,8 @@ class Gradients(NamedTuple):
     decay: Array | None
     log_decay: Array | None
     initial_state: Any
+    scale: Array | None
+    """of a scale that is an array"""
 
 
 @with_signature
@@ -49,9 +51,9 @@ def vjp(
 
     Returns:
         (o, pull), or ((o, state), pull) with ``return_state=True``. ``pull(do)``, then ``pull((do, dstate))`` with a
-        cotangent in the form of the state, returns `Gradients`: ``.q .k .v``, ``.decay`` or ``.log_decay``, and
-        ``.initial_state``, in the shapes (broadcast axes summed) and dtypes of the inputs; for a plain number `decay`
-        an array without axes.
+        cotangent in the form of the state, returns `Gradients`: ``.q .k .v``, ``.decay`` or ``.log_decay``,
+        ``.initial_state``, and ``.scale`` where that is an array, in the shapes (broadcast axes summed) and dtypes of
+        the inputs; for a plain number `decay` an array without axes.
 
     Raises:
         ShapeError: a cotangent of another shape than the output.
@@ -71,18 +73,23 @@ def vjp(
     call = selection.call_of(checked.problem, checked.form)
     backend = selection.resolve(call, read.backend, gradient=True)
     value = execute(checked, read, backend)
-    gradient = backend.gradient(checked.problem.program.spec.operator)
 
     def pull(*cotangents: Any) -> Gradients:
-        d_output, d_state = _cotangents(checked, value, cotangents)
-        problem = checked.problem
-        d_output = arrays.moveaxis(problem.xp, d_output, checked.axis, -2)
-        found = gradient(problem, d_output, d_state)
-        d_q, d_k, d_v = (arrays.moveaxis(problem.xp, x, -2, checked.axis) for x in (found.q, found.k, found.v))
-        d_decay, d_log_decay = _decay_gradients(checked, read, found.log_decay)
-        return Gradients(d_q, d_k, d_v, d_decay, d_log_decay, _state_gradient(read, found.initial))
+        return input_gradients(checked, read, backend, *_cotangents(checked, value, cotangents))
 
     return value, pull
+
+
+def input_gradients(checked: Checked, options: Options, backend: Backend, d_output: Array, d_state: Any) -> Gradients:
+    """The gradients of a call's inputs from cotangents of its output and of its final states by symbol, or None."""
+    problem = checked.problem
+    d_output = arrays.moveaxis(problem.xp, d_output, checked.axis, -2)
+    found = backend.gradient(problem.program.spec.operator)(problem, d_output, d_state)
+    d_q, d_k, d_v = (arrays.moveaxis(problem.xp, x, -2, checked.axis) for x in (found.q, found.k, found.v))
+    d_decay, d_log_decay = _decay_gradients(checked, options, found.log_decay)
+    d_initial = _state_gradient(options, found.initial)
+    d_scale = None if found.scale is None else _like(problem.xp, found.scale, options.scale)
+    return Gradients(d_q, d_k, d_v, d_decay, d_log_decay, d_initial, d_scale)
 
 
 def _cotangents(checked: Checked, value: Any, given: tuple[Any, ...]) -> tuple[Array, Any]:

@@ -207,7 +207,6 @@ class Shapes:
     """full shape of every state, at its natural batch axes: k/v heads stay size-1 axes where only k and v enter"""
 
 
-@lru_cache(maxsize=4096)
 def shapes(
     program: Program,
     q: Shape,
@@ -219,6 +218,22 @@ def shapes(
     initial: tuple[tuple[str, Shape], ...] = (),
 ) -> Shapes:
     """Infer all shapes from the batch axes of q, k, v, of the decays and of the initial states."""
+    try:
+        return _known_shapes(program, q, k, v, d, dv, decay, initial)
+    except TypeError:  # sizes that a tracer keeps open have no hash
+        return _infer_shapes(program, q, k, v, d, dv, decay, initial)
+
+
+def _infer_shapes(
+    program: Program,
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    d: int,
+    dv: int,
+    decay: Shape,
+    initial: tuple[tuple[str, Shape], ...],
+) -> Shapes:
     batch = {"q": q, "k": k, "v": v, "one": v}
     width = {"q": d, "k": d, "v": dv, "one": 1}
     start = dict(initial)
@@ -231,6 +246,9 @@ def shapes(
             batch[read.result] = broadcast_shapes(batch[read.query], state[symbol][:-2])
             width[read.result] = state[symbol][-1]
     return Shapes(batch, width, state)
+
+
+_known_shapes = lru_cache(maxsize=4096)(_infer_shapes)
 
 
 class Step(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from hla.arrays import Array, Namespace, is_numpy, is_traced, leaves, loaded
+from hla.arrays import Array, Namespace, beside, is_traced, leaves, loaded, writable
 
 Tokens: TypeAlias = dict[str, Any]
 """Arrays with time on axis −2, or None, by name."""
@@ -35,7 +35,7 @@ def fold(
 
     Returns the last carry, the outputs joined along time, and the notes of the pieces. Notes pass one piece's value
     from a forward fold to a backward one over the same pieces; their form is this module's own affair. `out` is where
-    the output "o" is to be written, for NumPy; elsewhere it is left alone.
+    the output "o" is to be written, where arrays can be; elsewhere it is left alone.
     """
     if length == 0:
         raise ValueError("fold needs at least one token")
@@ -81,8 +81,8 @@ def _fold_eager(
 class Joined:
     """An array of `length` tokens put together from pieces, in any order.
 
-    NumPy writes each piece in place, so that a long output exists once; elsewhere (immutable arrays, autograd, vmap)
-    the pieces are joined at the end.
+    Where arrays can be written to, each piece goes to its place at once, so that a long output exists once; elsewhere
+    (immutable arrays, autograd, vmap) the pieces are joined at the end.
     """
 
     def __init__(self, xp: Namespace, length: int, out: Array | None = None) -> None:
@@ -93,10 +93,11 @@ class Joined:
     def put(self, start: int, piece: Array) -> None:
         """The tokens from `start` on."""
         if self._whole is None:
-            if not is_numpy(self._xp) or piece.shape[-2] == self._length:
+            if not writable(self._xp) or piece.shape[-2] == self._length:
                 self._pieces.append((start, piece))
                 return
-            self._whole = self._xp.empty((*piece.shape[:-2], self._length, piece.shape[-1]), dtype=piece.dtype)
+            shape = (*piece.shape[:-2], self._length, piece.shape[-1])
+            self._whole = self._xp.empty(shape, dtype=piece.dtype, **beside(piece))
         self._whole[..., start : start + piece.shape[-2], :] = piece
 
     def array(self) -> Array:

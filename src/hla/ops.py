@@ -201,6 +201,10 @@ def higher_order(q: Array, k: Array, v: Array, *, order: int, **options: Unpack[
 
 
 def _run(function: str, operator: str, q: Any, k: Any, v: Any, given: Any, order: int | None = None) -> Any:
+    if arrays.is_compiling():
+        from hla.backends.torch import compilation
+
+        return compilation.call(operator, q, k, v, given, order)
     options = read_options(function, given)
     checked = check_call(operator, q, k, v, options, order)
     return execute(checked, options)

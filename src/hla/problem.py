@@ -53,7 +53,8 @@ class Problem:
     @property
     def length(self) -> int:
         """T"""
-        return int(self.v.shape[-2])
+        length: int = self.v.shape[-2]  # in a traced torch program a symbol, which int() would fix to this T
+        return length
 
     @property
     def placed(self) -> dict[str, Device]:
@@ -97,8 +98,11 @@ class Problem:
             tuple((symbol, tuple(x.shape[:-2])) for symbol, x in (self.initial or {}).items()),
         )
 
-    def initial_states(self) -> States:
-        """All states before the first token, at their natural shapes: those given, zeros for the others."""
+    def initial_states(self, *, own: bool = False) -> States:
+        """All states before the first token, at their natural shapes: those given, zeros for the others.
+
+        `own`: as arrays that nobody else holds, to be written to.
+        """
         xp = self.xp
         result: States = {}
         for symbol, shape in self.shapes().state.items():
@@ -108,6 +112,8 @@ class Problem:
             else:
                 given = cast(xp, given, self.dtype)
                 result[symbol] = given if given.shape == shape else xp.broadcast_to(given, shape)
+                if own:
+                    result[symbol] = result[symbol] + 0.0
         return result
 
     def streams(self, q: Array, k: Array, v: Array, token_mask: Array | None) -> dict[str, Array]:

@@ -154,8 +154,8 @@ def _summary(problem: Problem, batch: tuple[int, ...]) -> Segment:
     decays = Decays.of(problem)
     extra = broadcast_shapes(*problem.token_batches())
     d, dv = int(problem.q.shape[-1]), int(problem.v.shape[-1])
-    batches = (tuple(x.shape[:-2]) for x in (problem.q, problem.k, problem.v))
-    states = shapes(found.program, *batches, d, dv, extra).state
+    q, k, v = (tuple(x.shape[:-2]) for x in (problem.q, problem.k, problem.v))
+    states = shapes(found.program, q, k, v, d, dv, extra).state
     keys = broadcast_shapes(extra, tuple(problem.k.shape[:-2]))
     nothing: States = {RHO: xp.ones((*keys, 1, 1), dtype=problem.dtype, **problem.placed)}
     for symbol, size in _sizes(found, d, dv).items():

@@ -110,6 +110,7 @@ def tuple_type(name: str, spec: Spec, symbols: tuple[str, ...], rebuild: Any, do
     make: Any = namedtuple
     made = make(name, fields)
     made.spec = spec
+    made.label = repr(tuple(spec))  # a constant to tracers, which keep numbers open
     made.symbols = symbols
     made.field_of = staticmethod({s: f for f, s in fields.items()}.__getitem__)
     made.__reduce__ = lambda self: (rebuild, (tuple(spec), tuple(self)))

@@ -49,9 +49,17 @@ def step(state: State, q_t: Array, k_t: Array, v_t: Array, **options: Unpack[Ste
         >>> bool(np.allclose(o_t, whole[6]))
         True
     """
+    if arrays.is_compiling():
+        from hla.backends.torch import compilation
+
+        return compilation.step(state, (q_t, k_t, v_t), dict(options))
+    return take_step(state, q_t, k_t, v_t, dict(options))
+
+
+def take_step(state: State, q_t: Array, k_t: Array, v_t: Array, given: dict[str, Any]) -> tuple[Array, State]:
+    """`step`, in plain Python."""
     if not is_state(state):
         raise DTypeError(message("state", "a state", type(state).__name__, "Use return_state=True or init_state."))
-    given: dict[str, Any] = dict(options)
     for name in given:
         if name not in KEYWORDS:
             raise unknown_keyword("step", name, KEYWORDS)

@@ -45,6 +45,6 @@ __all__ = [
 
 def builtin() -> dict[str, Backend]:
     """The backends of this distribution; each file imports its framework only when it is loaded."""
-    from hla.backends import numpy
+    from hla.backends import numpy, torch
 
-    return {"numpy": numpy.backend()}
+    return {"numpy": numpy.backend(), "torch": torch.backend()}

@@ -145,11 +145,11 @@ class Backend:
     def verdict(self, call: Call, gradient: bool = False) -> Verdict:
         """Whether the backend can run a call, with the reason."""
         spec = self.spec
+        if "*" not in spec.families and call.family not in spec.families:
+            return Verdict(False, f"takes {' and '.join(spec.families)} arrays, not {call.family}")
         available = self.availability()
         if not available.ok:
             return available
-        if "*" not in spec.families and call.family not in spec.families:
-            return Verdict(False, f"takes {' and '.join(spec.families)} arrays, not {call.family}")
         if call.operator not in spec.operators:
             return Verdict(False, f"has no {call.operator}")
         if call.form != "auto" and call.form not in spec.forms:

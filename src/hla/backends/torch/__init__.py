@@ -1,0 +1,34 @@
+"""Backend "torch": the core on a namespace of torch's own functions, with its own backward, on any device."""
+
+from __future__ import annotations
+
+from hla import forms
+from hla.backends.registry import Backend, BackendSpec, Gradient
+from hla.problem import Runner
+
+
+def _load(operator: str) -> Runner:
+    from hla.backends.torch.execution import run
+
+    return run
+
+
+def _load_gradient(operator: str) -> Gradient:
+    from hla.backends.torch.execution import pull
+
+    return pull
+
+
+def backend() -> Backend:
+    """The registry's entry."""
+    spec = BackendSpec(
+        name="torch",
+        families=("torch",),
+        description="PyTorch on any device; a loop over chunks, recomputing backward",
+        requires=("torch",),
+        extra="torch",
+        forms=("recurrent", "scan", "chunkwise", "parallel"),
+        gradients=True,
+        priority=10,
+    )
+    return Backend(spec=spec, load=_load, load_gradient=_load_gradient, plain_form=forms.plain_form)
