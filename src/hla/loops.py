@@ -125,6 +125,9 @@ def _fold_traced(
         x = xp.moveaxis(x, 0, -3)
         return xp.reshape(x, (*x.shape[:-3], cut, x.shape[-1]))
 
+    # Of the pieces a derivative keeps only the carries and computes the rest again.
+    body = jax.checkpoint(body, prevent_cse=False)
+
     def scan_body(state: Carry, piece: tuple[Tokens, Any]) -> tuple[Carry, tuple[Tokens, Any]]:
         state, outputs, note = body(state, piece[0], piece[1])
         return state, (outputs, note)
@@ -134,8 +137,20 @@ def _fold_traced(
     tail_left: Any = None
     if tail and reverse:
         carry, tail_outputs, tail_left = body(carry, _slice(tokens, cut, length), tail_note)
-    pieces = {name: None if x is None else stacked(x) for name, x in tokens.items()}
-    carry, (scanned, left) = jax.lax.scan(scan_body, carry, (pieces, scan_notes), reverse=reverse)
+    if getattr(xp, "slices", False):
+
+        def sliced_body(state: Carry, piece: tuple[Array, Any]) -> tuple[Carry, tuple[Tokens, Any]]:
+            start = piece[0] * step
+            own = {
+                name: None if x is None else jax.lax.dynamic_slice_in_dim(x, start, step, x.ndim - 2)
+                for name, x in tokens.items()
+            }
+            return scan_body(state, (own, piece[1]))
+
+        counted = (sliced_body, (xp.arange(full), scan_notes))
+    else:
+        counted = (scan_body, ({name: None if x is None else stacked(x) for name, x in tokens.items()}, scan_notes))
+    carry, (scanned, left) = jax.lax.scan(counted[0], carry, counted[1], reverse=reverse)
     if tail and not reverse:
         carry, tail_outputs, tail_left = body(carry, _slice(tokens, cut, length), tail_note)
     outputs = {name: None if x is None else joined(x) for name, x in scanned.items()}

@@ -8,10 +8,12 @@ linear attention's segment.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from hla import rules, segments
-from hla.arrays import Array, broadcast_shapes
+from hla.arrays import Array, Namespace, broadcast_shapes
 from hla.chunkwise import advance, chunk, default_chunk, token_arrays
 from hla.decays import Decay, Decays
 from hla.family import Program, Spec, State, steps
@@ -82,6 +84,11 @@ def _after_and_entering(problem: Problem, initial: Array, after: Array) -> tuple
     return xp.concat([first, after[..., :-1, :, :]], axis=-3), after[..., -1, :, :]
 
 
+def _scan_of(xp: Namespace) -> Callable[..., Any]:
+    """The namespace's own associative scan, or ours."""
+    return getattr(xp, "associative_scan", associative_scan)
+
+
 def _scan_segments(problem: Problem, cut: Problem, decay: Decay, streams: dict[str, Array]) -> tuple[States, States]:
     xp, spec = problem.xp, problem.program.spec
     found = rules.rule(spec)
@@ -95,7 +102,7 @@ def _scan_segments(problem: Problem, cut: Problem, decay: Decay, streams: dict[s
     def combine(earlier: States, later: States) -> States:
         return rules.combine_values(xp, found, earlier, later, found.symbols)
 
-    prefixes = associative_scan(combine, elements, -3)
+    prefixes = _scan_of(xp)(combine, elements, -3)
     initial = problem.initial_states()
     lifted = {symbol: x[..., None, :, :] for symbol, x in initial.items()}
     after = rules.combine_values(xp, found, lifted, prefixes, tuple(lifted))
@@ -146,6 +153,6 @@ def _scan_state(
     def combine(earlier: States, later: States) -> States:
         return rules.combine_values(xp, _ADDITIVE, earlier, later, ("P",))
 
-    prefixes = associative_scan(combine, {"rho": rho, "P": own}, -3)
+    prefixes = _scan_of(xp)(combine, {"rho": rho, "P": own}, -3)
     after = rules.combine_values(xp, _ADDITIVE, {"P": initial[..., None, :, :]}, prefixes, ("P",))["P"]
     return _after_and_entering(problem, initial, after)

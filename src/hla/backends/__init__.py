@@ -45,6 +45,6 @@ __all__ = [
 
 def builtin() -> dict[str, Backend]:
     """The backends of this distribution; each file imports its framework only when it is loaded."""
-    from hla.backends import numpy, torch
+    from hla.backends import jax, numpy, torch
 
-    return {"numpy": numpy.backend(), "torch": torch.backend()}
+    return {"numpy": numpy.backend(), "torch": torch.backend(), "jax": jax.backend()}
