@@ -1,25 +1,20 @@
-"""What the benchmarks share: rounds in which all contenders take turns, so that a busy machine is unfair to none."""
+"""What the benchmarks share: turns of all contenders within a run, the machine, and a number beside its target."""
 
 from __future__ import annotations
 
 import platform
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hla.cli import timing
+
+LEAST = 2e-3
+"""Seconds that a sample lasts at least: quick functions are called several times in it."""
+
 
 def in_turns(contenders: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, float]:
-    """Median seconds of each contender, after one unmeasured call, over rounds in which each runs once."""
-    for run in contenders.values():
-        run()
-    times: dict[Any, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
+    """Median seconds of each contender, after one unmeasured call, over rounds in which each takes its turn."""
+    return {name: found.median for name, found in timing.in_turns(contenders, rounds, least=LEAST).items()}
 
 
 def machine() -> str:
@@ -34,3 +29,16 @@ def machine() -> str:
 def verdict(name: str, value: str, target: str, reached: bool) -> str:
     """One line: a number, its target, and whether it is reached."""
     return f"{name}: {value} (target {target}: {'reached' if reached else 'NOT reached'})"
+
+
+def place_of(library: str) -> Any:
+    """The default place of a library's arrays, the CPU for torch; SystemExit where it is not installed."""
+    from hla.testing.libraries import Placement, find_library
+
+    if find_library(library) is None:
+        raise SystemExit(f'{library} is not installed. Run: pip install "hla[{library}]"')
+    if library == "torch":
+        import torch
+
+        return Placement(library, torch.device("cpu"))
+    return Placement(library)

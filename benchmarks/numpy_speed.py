@@ -13,32 +13,12 @@ from __future__ import annotations
 import argparse
 
 import numpy as np
+from algorithm_1 import algorithm_1
 from common import in_turns, machine, verdict
 
 import hla
-from hla.cli.baselines import token_loop
+from hla.cli.recurrence import token_loop
 from hla.testing import Placement, error_budget, make_inputs, per_token_error
-
-
-def algorithm_1(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Algorithm 1 without decay, token by token: (H, T, d), (H, T, d), (H, T, dv) → (H, T, dv).
-
-    The state holds m and h, the denominators' sums, as the algorithm does, whether or not they are used.
-    """
-    heads, length, d = q.shape
-    dv = v.shape[-1]
-    s, c, g = np.zeros((heads, d, d), q.dtype), np.zeros((heads, d, dv), q.dtype), np.zeros((heads, d, dv), q.dtype)
-    m, h = np.zeros((heads, d), q.dtype), np.zeros((heads, d), q.dtype)
-    output = np.empty((heads, length, dv), v.dtype)
-    for t in range(length):
-        q_t, k_t, v_t = q[:, t], k[:, t], v[:, t]
-        g += k_t[:, :, None] * (k_t[:, None, :] @ c)
-        h += k_t * (k_t * m).sum(axis=-1, keepdims=True)
-        s += k_t[:, :, None] * k_t[:, None, :]
-        c += q_t[:, :, None] * v_t[:, None, :]
-        m += q_t
-        output[:, t] = ((q_t[:, None, :] @ s) @ c - q_t[:, None, :] @ g)[:, 0]
-    return output
 
 
 def main() -> None:
@@ -51,7 +31,7 @@ def main() -> None:
     contenders = {
         "chunkwise": lambda: hla.hla2(q, k, v, form="chunkwise", backend="numpy"),
         "loop over (S, F)": lambda: loop(q[0], k[0], v[0])[None],
-        "loop over (S, C, m, G, h)": lambda: algorithm_1(q[0], k[0], v[0])[None],
+        "loop over (S, C, m, G, h)": lambda: algorithm_1(np, q[0], k[0], v[0])[None],
     }
     judge = loop(*(x[0].astype(np.float64) for x in (q, k, v)))[None]
     budget = error_budget("hla2", "float32", arguments.T, 64)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +10,10 @@ import numpy as np
 import pytest
 
 import hla
+from commands import in_a_terminal, measured, one_object, run
 from hla.backends import Backend, BackendSpec, registered
 from hla.cli import main, report, text
 from hla.problem import Problem
-
-in_a_terminal = pytest.mark.skipif(find_spec("rich") is None, reason="of the extra cli: these commands draw with rich")
-
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hla", *arguments],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=300,
-        env={**os.environ, "PYTHONUTF8": "1", **environment},
-        check=False,
-    )
-
-
-def one_object(stdout: str) -> dict[str, Any]:
-    """The single JSON object on stdout, and nothing beside it."""
-    assert stdout.count("\n") == 1
-    assert stdout.endswith("\n")
-
-    def refuse(constant: str) -> float:
-        raise AssertionError(f"{constant} is not JSON")
-
-    found = json.loads(stdout, parse_constant=refuse)
-    assert isinstance(found, dict)
-    return found
-
-
-def measured(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """The object of a command that compares, after the checks that hold for all of them."""
-    assert done.returncode == 0, done.stderr
-    found = one_object(done.stdout)
-    assert found["ok"] is True
-    assert found["checks"] > 0
-    assert 0 < found["worst_error"] < 1e-3
-    assert found["rows"]
-    return found
-
 
 # --- info -------------------------------------------------------------------------------------------------------
 
@@ -126,49 +84,6 @@ def test_verify_quick() -> None:
     assert found["checks"] == sum(row["status"] == "ok" for row in rows)
     assert "numpy" in {row["library"] for row in rows}
     assert done.stderr  # the progress bar
-
-
-# --- bench ------------------------------------------------------------------------------------------------------
-
-
-@in_a_terminal
-def test_bench(tmp_path: Path) -> None:
-    picture = tmp_path / "time.svg"
-    done = run(
-        *("bench", "--json", "--plot", str(picture), "--backend", "numpy", "--repeat", "1"),
-        *("--lengths", "17,307", "--heads", "3", "--d", "5", "--dv", "7", "--operators", "hla2,hla3,higher_order:5"),
-    )
-    found = measured(done)
-    assert {row["T"] for row in found["rows"]} == {17, 307}
-    assert {row["kind"] for row in found["rows"]} == {"operator", "loop", "softmax"}
-    assert found["checks"] == len(found["rows"]) == 2 * 6
-    for row in found["rows"]:
-        assert row["seconds"] > 0
-        assert row["peak_bytes"] >= 3 * row["T"] * 7 * 4  # its output at least
-        assert row["backend"] == ("numpy" if row["kind"] == "operator" else None)
-    assert picture.read_text().lstrip().startswith("<?xml")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--operators", "hla4"],
-        ["--operators", "higher_order"],
-        ["--operators", "hla2:3"],
-        ["--lengths", "0"],
-        ["--lengths", "12,x"],
-        ["--lengths", ","],
-        ["--backend", "nump"],
-        ["--plot", "no/such/folder/time.png"],
-        ["--plot", "time.doc"],
-    ],
-)
-@in_a_terminal
-def test_bench_misuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert "expected" in captured.err
-    assert captured.out == ""
 
 
 # --- demo -------------------------------------------------------------------------------------------------------
@@ -312,19 +227,6 @@ def test_demo_finds_a_planted_fault(broken: Any, capsys: pytest.CaptureFixture[s
     assert found["ok"] is False
     assert not any(row["ok"] for row in found["rows"])
     assert all(row["notes"] for row in found["rows"])
-
-
-@in_a_terminal
-def test_bench_finds_a_planted_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = BackendSpec(name="broken", families=("numpy",), priority=-1)
-    hla.register_backend(Backend(spec=spec, load=lambda operator: fault_late))
-    arguments = ["--lengths", "67", "--heads", "3", "--d", "5", "--dv", "7", "--operators", "ahla", "--repeat", "1"]
-    try:
-        assert main(["bench", *arguments, "--json", "--backend", "broken"]) == 1
-    finally:
-        hla.backends.unregister_backend("broken")
-    rows = one_object(capsys.readouterr().out)["rows"]
-    assert {row["kind"]: row["ok"] for row in rows} == {"operator": False, "loop": True, "softmax": True}
 
 
 @in_a_terminal

@@ -1,160 +1,158 @@
-"""What the operators are compared with: softmax attention, a plain loop over tokens, and the machine's matmul rate.
+"""Who is compared: the operators on a backend, and their peers, each as plain functions that `hla bench` times.
 
-Plain code for NumPy, PyTorch and JAX arrays; it shares nothing with the operators.
+Peers: the library's softmax attention, a plain loop over tokens, a straightforward composition of chunked linear
+attention, and flash-linear-attention's reference functions where they are installed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from hla.cli import composition, softmax
+from hla.cli.passes import Attend, Pull
+from hla.cli.recurrence import STEPS, empty_states, token_loop
 from hla.testing.libraries import Placement
 
 Array: TypeAlias = Any
-Step: TypeAlias = Callable[[tuple[Array, ...], Array, Array, Array], tuple[tuple[Array, ...], Array]]
-"""(states, q_t, k_t, v_t) → (states, o_t)"""
+Step: TypeAlias = Callable[[Any, Array, Array, Array], tuple[Any, Array]]
+"""(state, q_t, k_t, v_t) → (state, o_t)"""
 
-LOOPS = ("linear_attention", "hla2", "ahla", "hla3")
-QUERY_BLOCK = 256
+PEERS = ("softmax", "loop", "composition", "fla")
 
 
-def softmax_attention(place: Placement) -> Callable[[Array, Array, Array], Array]:
-    """Causal softmax attention with scale d^-1/2 on (H, T, d), (H, T, d), (H, T, dv).
+@dataclass(frozen=True)
+class Contender:
+    """Something to time.
 
-    PyTorch's `scaled_dot_product_attention`, JAX's `dot_product_attention`; elsewhere `blocked_softmax`.
+    Attributes:
+        name: for a reader; with backend and form it is unique.
+        kind: "operator", or one of `PEERS`.
+        operator: the operator that it computes, or "softmax".
+        attend: (H, T, d), (H, T, d), (H, T, dv) → (H, T, dv).
+        work: the form whose operations it executes, as `hla.cost` counts them; "" for the one that the backend takes.
+        order: of "higher_order".
+        backend: of an operator.
+        form: of an operator, as asked for.
+        pull: gradients where the library has none of its own.
+        differentiable: whether a backward pass is to be timed at all.
+        prepare: (q, k, v) of all tokens and a number n → the state after all but the last n.
+        step: one token.
+        decoded: how many steps `prepare` may be followed by.
     """
-    if place.library == "torch":
-        import torch
 
-        def attend_torch(q: Array, k: Array, v: Array) -> Array:
-            return torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-
-        return attend_torch
-    if place.library == "jax":
-        import jax
-
-        def attend_jax(q: Array, k: Array, v: Array) -> Array:
-            q, k, v = (x.swapaxes(0, 1)[None] for x in (q, k, v))
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True)[0].swapaxes(0, 1)
-
-        compiled: Callable[[Array, Array, Array], Array] = jax.jit(attend_jax)
-        return compiled
-    return lambda q, k, v: blocked_softmax(place.xp, q, k, v)
+    name: str
+    kind: str
+    operator: str
+    attend: Attend
+    work: str = ""
+    order: int | None = None
+    backend: str | None = None
+    form: str | None = None
+    pull: Pull | None = None
+    differentiable: bool = True
+    prepare: Callable[[Array, Array, Array, int], Any] | None = None
+    step: Step | None = None
+    decoded: int = 2
 
 
-def blocked_softmax(xp: Any, q: Array, k: Array, v: Array) -> Array:
-    """Softmax attention of a block of queries at a time over all keys up to it, as NumPy and CuPy do it well.
-
-    Example:
-        >>> import numpy as np
-        >>> x = np.ones((1, 3, 2))
-        >>> blocked_softmax(np, x, x, x)[0, :, 0]
-        array([1., 1., 1.])
-    """
-    length, scale = q.shape[-2], q.shape[-1] ** -0.5
-    output = xp.empty((*q.shape[:-1], v.shape[-1]), dtype=v.dtype)
-    for start in range(0, length, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, length)
-        scores = (q[..., start:stop, :] * scale) @ k[..., :stop, :].swapaxes(-1, -2)
-        future = xp.arange(start, stop)[:, None] < xp.arange(start, stop)[None, :]
-        scores[..., start:stop][..., future] = -float("inf")
-        scores -= scores.max(axis=-1, keepdims=True)
-        xp.exp(scores, out=scores)
-        scores /= scores.sum(axis=-1, keepdims=True)
-        output[..., start:stop, :] = scores @ v[..., :stop, :]
-    return output
+def label(operator: str, order: int | None) -> str:
+    """ "hla2", "higher_order:4"."""
+    return operator if order is None else f"{operator}:{order}"
 
 
-def token_loop(place: Placement, operator: str) -> Callable[[Array, Array, Array], Array]:
-    """A plain loop over tokens on the states of the paper's recurrences (corrected): `lax.scan` for JAX, else Python's.
+def operator_on(place: Placement, backend: str | None, operator: str, order: int | None, form: str) -> Contender:
+    """The operator itself, on a backend, or on the one that is chosen automatically."""
+    import hla
 
-    HLA₂, for example: S ← S + kkᵀ, F ← F + (S q)vᵀ, o = qᵀF.
-    """
-    step, states = _STEPS[operator], _STATES[operator]
+    named: dict[str, Any] = {} if order is None else {"order": order}
+    chosen = {"backend": backend, "form": form, **named}
 
-    def start(q: Array, v: Array) -> tuple[Array, ...]:
-        sizes = {"d": q.shape[-1], "dv": v.shape[-1]}
-        placed = {} if place.device is None else {"device": place.device}
-        return tuple(place.xp.zeros((q.shape[0], sizes["d"], sizes[e]), dtype=v.dtype, **placed) for e in states)
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return getattr(hla, operator)(q, k, v, **chosen)
 
-    if place.library == "jax":
-        import jax
+    def pull(q: Array, k: Array, v: Array, do: Array) -> Any:
+        o, pulled = hla.vjp(operator, q, k, v, **chosen)
+        found = pulled(do)
+        return o, (found.q, found.k, found.v)
 
-        def scan(q: Array, k: Array, v: Array) -> Array:
-            tokens = tuple(x.swapaxes(0, 1) for x in (q, k, v))
-            return jax.lax.scan(lambda carry, token: step(carry, *token), start(q, v), tokens)[1].swapaxes(0, 1)
+    def prefill(q: Array, k: Array, v: Array) -> Any:
+        return getattr(hla, operator)(q, k, v, return_state=True, backend=backend, **named)[1]
 
-        compiled: Callable[[Array, Array, Array], Array] = jax.jit(scan)
-        return compiled
+    def prepare(q: Array, k: Array, v: Array, last: int) -> Any:
+        return place.compiled(prefill)(*(x[:, : x.shape[1] - last] for x in (q, k, v)))
 
-    def loop(q: Array, k: Array, v: Array) -> Array:
-        carry = start(q, v)
-        output = place.xp.empty_like(v)
-        for t in range(q.shape[-2]):
-            carry, output[:, t] = step(carry, q[:, t], k[:, t], v[:, t])
-        return output
+    def step(state: Any, q: Array, k: Array, v: Array) -> Any:
+        o, state = hla.step(state, q, k, v, backend=backend, **named)
+        return state, o
 
-    return loop
-
-
-def _outer(a: Array, b: Array) -> Array:
-    return a[:, :, None] * b[:, None, :]
+    return Contender(
+        label(operator, order), "operator", operator, attend, order=order, backend=backend, form=form, pull=pull,
+        prepare=prepare, step=step,
+    )  # fmt: skip
 
 
-def _read(a: Array, state: Array) -> Array:
-    return (a[:, None, :] @ state)[:, 0, :]
+def peers_of(place: Placement, operator: str, order: int | None, kinds: tuple[str, ...]) -> list[Contender]:
+    """What an operator is compared with, besides softmax attention."""
+    from hla.cli.flash_linear_attention import find_references
+
+    found = []
+    name = label(operator, order)
+    if "loop" in kinds and operator in STEPS:
+        found.append(_loop(place, operator, name))
+    if "composition" in kinds:
+        found.append(_composition(place, operator, order, name))
+    if "fla" in kinds and operator == "linear_attention" and place.library == "torch":
+        for which, function in find_references().functions.items():
+            work = "recurrent" if "recurrent" in which else "chunkwise"
+            found.append(Contender(f"{name}, {which}", "fla", operator, function, work=work))
+    return found
 
 
-def _step_linear(states: tuple[Array, ...], q: Array, k: Array, v: Array) -> tuple[tuple[Array, ...], Array]:
-    (p,) = states
-    p = p + _outer(k, v)
-    return (p,), _read(q, p)
-
-
-def _step_hla2(states: tuple[Array, ...], q: Array, k: Array, v: Array) -> tuple[tuple[Array, ...], Array]:
-    s, f = states
-    s = s + _outer(k, k)
-    f = f + _outer(_read(q, s), v)
-    return (s, f), _read(q, f)
-
-
-def _step_ahla(states: tuple[Array, ...], q: Array, k: Array, v: Array) -> tuple[tuple[Array, ...], Array]:
-    p, e = states
-    p = p + _outer(k, v)
-    e = e + _outer(k, _read(q, p))
-    return (p, e), _read(q, e)
-
-
-def _step_hla3(states: tuple[Array, ...], q: Array, k: Array, v: Array) -> tuple[tuple[Array, ...], Array]:
-    s, p, f = states
-    s, p = s + _outer(k, k), p + _outer(k, v)
-    f = f + _outer(_read(q, s), _read(q, p))
-    return (s, p, f), _read(q, f)
-
-
-_STEPS: dict[str, Step] = {
-    "linear_attention": _step_linear,
-    "hla2": _step_hla2,
-    "ahla": _step_ahla,
-    "hla3": _step_hla3,
-}
-_STATES = {
-    "linear_attention": ("dv",),
-    "hla2": ("d", "dv"),
-    "ahla": ("dv", "dv"),
-    "hla3": ("d", "dv", "dv"),
-}
-
-
-MATMUL_SIZE = 1024
-MATMUL_FLOPS = 2 * MATMUL_SIZE**3
-
-
-def matmul(place: Placement) -> Callable[[], Array]:
-    """A float32 matrix product of `MATMUL_FLOPS`, ready to be timed: the ceiling of anything made of such products."""
-    placed = {} if place.device is None else {"device": place.device}
+def _loop(place: Placement, operator: str, name: str) -> Contender:
     xp = place.xp
-    x = xp.ones((MATMUL_SIZE, MATMUL_SIZE), dtype=xp.float32, **placed)
-    product = place.compiled(lambda a, b: a @ b)
-    place.wait(product(x, x))
-    return lambda: product(x, x)
+
+    def prepare(q: Array, k: Array, v: Array, last: int) -> Any:
+        before = q.shape[1] - last
+        if before == 0:
+            return empty_states(xp, operator, *(_wide(xp, x) for x in (q, v)))
+        return tuple(composition.states_after(xp, operator, *(x[:, :before] for x in (q, k, v))))
+
+    def step(states: Any, q: Array, k: Array, v: Array) -> Any:
+        states, o = STEPS[operator](states, *(_wide(xp, x) for x in (q, k, v)))
+        return states, o if o.dtype == v.dtype else xp.astype(o, v.dtype)
+
+    differentiable = place.library in ("torch", "jax")
+    return Contender(
+        f"{name}, loop", "loop", operator, token_loop(place, operator), work="recurrent",
+        differentiable=differentiable, prepare=prepare, step=step,
+    )  # fmt: skip
+
+
+def _composition(place: Placement, operator: str, order: int | None, name: str) -> Contender:
+    xp = place.xp
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return composition.attend(xp, operator, q, k, v, order=order)
+
+    def pull(q: Array, k: Array, v: Array, do: Array) -> Any:
+        return composition.attend_and_pull(xp, operator, q, k, v, do, order=order)
+
+    return Contender(f"{name}, composed", "composition", operator, attend, work="chunkwise", order=order, pull=pull)
+
+
+def softmax_peer(place: Placement) -> Contender:
+    """Softmax attention, and one token of it against a full key-value cache."""
+
+    def prepare(q: Array, k: Array, v: Array, last: int) -> Any:
+        return k, v
+
+    return Contender(
+        "softmax", "softmax", "softmax", softmax.softmax_attention(place), pull=softmax.softmax_pull(place),
+        prepare=prepare, step=softmax.softmax_step(place), decoded=1,
+    )  # fmt: skip
+
+
+def _wide(xp: Any, x: Array) -> Array:
+    return x if x.dtype.itemsize > 2 else xp.astype(x, xp.float32)

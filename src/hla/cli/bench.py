@@ -1,22 +1,16 @@
-"""`hla bench`: time and peak memory against softmax attention and a plain loop over tokens, side by side in one run."""
+"""`hla bench`: time and peak memory of the operators beside softmax attention and plain code, in turns in one run."""
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-import tracemalloc
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hla.cli.report import Failure, Report, Table, pick_backends, progress_bar, require, size_text, split
 from hla.errors import message
 
-DEFAULT_OPERATORS = "linear_attention,hla2,ahla,hla3"
-FIRST_TOKENS = 128
-"""So many are compared with the dense definition; causal outputs do not depend on what follows."""
+DEFAULT_OPERATORS = "hla2,ahla"
+LIBRARIES = ("numpy", "torch", "jax", "cupy")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 def add_parser(commands: Any, shared: argparse.ArgumentParser) -> None:
@@ -24,19 +18,35 @@ def add_parser(commands: Any, shared: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "bench",
         parents=[shared],
-        help="speed and peak memory against softmax attention and a plain per-token loop",
-        description="Times every operator on every backend next to causal softmax attention and a plain loop over "
-        "tokens, in turns within one run. Every result is checked before it is timed.",
+        help="speed and peak memory against softmax attention and plain code",
+        description="Times the operators on every backend next to causal softmax attention, a plain loop over "
+        "tokens and a straightforward chunked composition, in turns within one run, with the machine's matmul rate as "
+        "the ceiling. Every result is checked before it is timed. Runs can be saved and compared.",
     )
-    parser.add_argument("--operators", default=DEFAULT_OPERATORS, metavar="NAMES",
-                        help="comma-separated; higher_order:N for order N (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--lengths", default="256,1024,4096", metavar="T,T,…", help="tokens (default: %(default)s)")
-    parser.add_argument("--heads", type=_size, default=8, help="heads (default: %(default)s)")
-    parser.add_argument("--d", type=_size, default=64, help="features of q and k (default: %(default)s)")
-    parser.add_argument("--dv", type=_size, default=None, help="features of v (default: d)")
-    parser.add_argument("--repeat", type=_size, default=5, help="rounds; the median counts (default: %(default)s)")
-    parser.add_argument("--backend", metavar="NAMES", help="only these, comma-separated; default: all available")
-    parser.add_argument("--plot", metavar="FILE", help="also draw time against T, e.g. to a .png or .svg file")
+    add = parser.add_argument
+    add("--operators", default=DEFAULT_OPERATORS, metavar="NAMES",
+        help="comma-separated; higher_order:N for order N (default: %(default)s)")  # fmt: skip
+    add("--backends", "--backend", dest="backend", metavar="NAMES",
+        help="only these, comma-separated; default: all available")  # fmt: skip
+    add("--arrays", metavar="NAMES",
+        help=f"array libraries, of {', '.join(LIBRARIES)}; default: each backend's own, and for a library without "
+        "a backend the one that runs its arrays")  # fmt: skip
+    add("--lengths", default="256,1024", metavar="T,T,…", help="tokens (default: %(default)s)")
+    add("--forms", default="auto", metavar="NAMES", help="comma-separated (default: %(default)s, the backend's choice)")
+    add("--passes", default="forward,backward,decode", metavar="NAMES",
+        help="comma-separated; backward is forward and backward together (default: %(default)s)")  # fmt: skip
+    add("--peers", default="softmax,loop,composition,fla", metavar="NAMES",
+        help="what to compare with, comma-separated, or none (default: %(default)s)")  # fmt: skip
+    add("--heads", type=_size, default=8, help="heads (default: %(default)s)")
+    add("--d", type=_size, default=64, help="features of q and k (default: %(default)s)")
+    add("--dv", type=_size, default=None, help="features of v (default: d)")
+    add("--dtype", choices=DTYPES, default="float32", help="of the inputs (default: %(default)s)")
+    add("--repeats", "--repeat", dest="repeat", type=_size, default=5, metavar="N",
+        help="rounds; the median counts (default: %(default)s)")  # fmt: skip
+    add("--plot", metavar="FILE", help="also draw time and memory against T, e.g. to a .png, .svg or .pdf file")
+    add("--save", metavar="FILE", help="also write the run to a file")
+    add("--compare", nargs="+", metavar="FILE",
+        help="one saved run: compare this run with it; two: compare them and measure nothing")  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -50,63 +60,84 @@ def _size(text: str) -> int:
     return value
 
 
-@dataclass(frozen=True)
-class Runner:
-    """Something to time: a name, and a function of (q, k, v)."""
-
-    name: str
-    kind: str
-    """ "operator", "loop" or "softmax" """
-    function: Callable[..., Any]
-    operator: str
-    order: int | None = None
-
-
 def run(arguments: argparse.Namespace) -> Report:
-    """Check, time and measure everything; optionally draw."""
+    """Check, time and measure everything; optionally draw, save and compare."""
+    from hla.cli import saved
+
+    files = arguments.compare or []
+    if len(files) > 2:
+        raise Failure(message("--compare", "one file or two", f"{len(files)} files", "Name the old run, then the new."))
+    if len(files) == 2:
+        return _compare_only(*(saved.load(file) for file in files))
     require("numpy", "rich", *(["matplotlib"] if arguments.plot else []))
+    plan = _read(arguments)
+    old = saved.load(files[0]) if files else None
+    if arguments.save:
+        saved.check_target(arguments.save)
+    if arguments.plot:
+        from hla.cli import picture
+
+        picture.check_target(arguments.plot)
+    places, idle = _places(arguments)
+    found = _measure(arguments, plan, places)
+    report = _report(arguments, found, idle)
+    now = saved.Run(report.more["machine"], found["rows"])
+    if arguments.save:
+        saved.save(arguments.save, now)
+        report.lines.append(f"Saved: {arguments.save}")
+    if arguments.plot:
+        picture.draw(arguments.plot, found["rows"], _title(arguments))
+        report.lines.append(f"Picture: {arguments.plot}")
+    if old is not None:
+        comparison = saved.compare(old, now)
+        report.tables.append(comparison.table)
+        report.lines += comparison.lines
+        report.more["comparison"] = comparison.rows
+    return report
+
+
+def _compare_only(old: Any, new: Any) -> Report:
+    from hla.cli import saved
+
+    found = saved.compare(old, new)
+    if not found.rows:
+        raise Failure(
+            message("--compare", "two runs with measurements in common", "none in common",
+                    "Save both with the same options.")
+        )  # fmt: skip
+    errors = [row["error"] for row in new.rows if row.get("error") is not None]
+    return Report(True, found.rows, len(found.rows), max(errors, default=None), [found.table], found.lines,
+                  {"machine": {"old": old.machine, "new": new.machine}})  # fmt: skip
+
+
+def _read(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The comma-separated arguments, each checked."""
+    from hla.cli.baselines import PEERS
+    from hla.cli.passes import PASSES
+    from hla.options import FORMS
+
     operators = [_operator(text) for text in split(arguments.operators)]
     lengths = sorted({_length(text) for text in split(arguments.lengths)})
     if not operators or not lengths:
         raise Failure(message("--operators and --lengths", "at least one each", "none", "Name some."))
-    if arguments.plot:
-        _check_plot(arguments.plot)
     arguments.dv = arguments.dv or arguments.d
-    backends, absent = pick_backends(arguments.backend)
-    from hla.testing.libraries import home
+    peers = [] if arguments.peers == "none" else _names("--peers", arguments.peers, PEERS)
+    return {
+        "operators": list(dict.fromkeys(operators)),
+        "lengths": lengths,
+        "forms": _names("--forms", arguments.forms, FORMS),
+        "passes": _names("--passes", arguments.passes, PASSES),
+        "peers": tuple(peers),
+    }
 
-    places = {name: place for name in backends if (place := home(name)) is not None}
-    if not places:
-        raise Failure("no backend takes the arrays of an installed library", code=1)
-    rows: list[dict[str, Any]] = []
-    rates: dict[str, float] = {}
-    with progress_bar(len(places) * len(lengths)) as bar:
-        for backend, place in places.items():
-            for length in lengths:
-                bar.now(f"{backend} on {place}, T = {length}")
-                found, rate = _measure(backend, place, operators, length, arguments)
-                rows += found
-                rates[backend] = max(rate, rates.get(backend, 0.0))
-                bar.advance()
-    if arguments.plot:
-        _plot(rows, arguments)
-    failed = [row for row in rows if not row["ok"]]
-    compared = [row["error"] for row in rows if row["error"] is not None]
-    lines = [
-        f"{len(compared)} results compared with the definition and a float64 loop before timing, {len(failed)} failed.",
-        *(f"float32 matmul of {b} on {places[b]}, the ceiling: {r / 1e9:.0f} Gflop/s." for b, r in rates.items()),
-        *(f"Not run: {reason}" for reason in absent),
-        *([f"Picture: {arguments.plot}"] if arguments.plot else []),
-    ]
-    return Report(
-        ok=not failed and bool(compared),
-        rows=rows,
-        checks=len(compared),
-        worst_error=max(compared, default=None),
-        tables=[_table(rows, arguments)],
-        lines=lines,
-        more={"heads": arguments.heads, "d": arguments.d, "dv": arguments.dv, "matmul_flops_per_second": rates},
-    )
+
+def _names(option: str, text: str, known: tuple[str, ...]) -> list[str]:
+    names = list(dict.fromkeys(split(text)))
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        got = repr(wrong[0]) if wrong else "none"
+        raise Failure(message(option, f"some of {', '.join(known)}", got, "Check the spelling."))
+    return names
 
 
 def _operator(text: str) -> tuple[str, int | None]:
@@ -127,222 +158,166 @@ def _length(text: str) -> int:
         raise Failure(f"--lengths: {error}") from None
 
 
-def _check_plot(file: str) -> None:
-    import matplotlib
+def _places(arguments: argparse.Namespace) -> tuple[dict[Any, list[str]], list[str]]:
+    """Backends by the place whose arrays they are to run, and a sentence for everything that cannot."""
+    from hla.testing.inputs import find_dtype, has_float64
+    from hla.testing.libraries import find_library, home, placements
 
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    known = Figure().canvas.get_supported_filetypes()
-    path = Path(file)
-    if path.suffix.lstrip(".") not in known:
-        raise Failure(message("--plot", f"a file named .{', .'.join(sorted(known))}", file, "Change its ending."))
-    if not path.absolute().parent.is_dir() or path.is_dir():
-        raise Failure(message("--plot", "a file in a folder that exists", file, "Create the folder."))
-
-
-def _runners(backend: str, place: Any, operators: list[tuple[str, int | None]]) -> list[Runner]:
-    import hla
-    from hla.cli.baselines import LOOPS, softmax_attention, token_loop
-
-    runners = []
-    for operator, order in operators:
-        named = {} if order is None else {"order": order}
-        label = operator if order is None else f"{operator}:{order}"
-
-        def call(q: Any, k: Any, v: Any, operator: str = operator, named: dict[str, Any] = named) -> Any:
-            return getattr(hla, operator)(q, k, v, backend=backend, **named)
-
-        runners.append(Runner(label, "operator", place.compiled(call), operator, order))
-        if operator in LOOPS:
-            runners.append(Runner(f"{label}, loop", "loop", token_loop(place, operator), operator, order))
-    return [*runners, Runner("softmax", "softmax", softmax_attention(place), "softmax")]
-
-
-def _measure(
-    backend: str,
-    place: Any,
-    operators: list[tuple[str, int | None]],
-    length: int,
-    arguments: argparse.Namespace,
-) -> tuple[list[dict[str, Any]], float]:
-    """One backend at one length: check all, then time all in turns, then memory without a clock.
-
-    Returns the rows, and the rate of matrix products in the same rounds.
-    """
-    import hla
-    from hla.cli.baselines import MATMUL_FLOPS, matmul
-    from hla.testing.inputs import make_inputs
-
-    sizes: dict[str, Any] = {"T": length, "d": arguments.d, "dv": arguments.dv, "batch": (arguments.heads,)}
-    inputs = make_inputs(place.xp, device=place.device, **sizes)
-    runners = _runners(backend, place, operators)
-    plans = {
-        r.name: hla.explain(r.operator, *inputs, backend=backend, order=r.order)
-        for r in runners
-        if r.kind == "operator"
-    }
-    judged = {runner.name: _judge(runner, inputs) for runner in runners}
-    ceiling = matmul(place)
-    contenders = [(runner.name, runner.function) for runner in runners] + [("matmul", lambda q, k, v: ceiling())]
-    times: dict[str, list[float]] = {name: [] for name, _ in contenders}
-    for _ in range(arguments.repeat):
-        for name, function in contenders:
-            start = time.perf_counter()
-            place.wait(function(*inputs))
-            times[name].append(time.perf_counter() - start)
-    rate = MATMUL_FLOPS / statistics.median(times["matmul"])
-    rows = []
-    for runner in runners:
-        seconds = statistics.median(times[runner.name])
-        error, budget = judged[runner.name]
-        plan = plans.get(runner.name)
-        flops = _flops(runner, length, arguments)
-        rows.append(
-            {
-                "name": runner.name,
-                "kind": runner.kind,
-                "operator": runner.operator,
-                "order": runner.order,
-                "backend": plan.backend if plan else None,
-                "form": plan.form if plan else None,
-                "beside": backend,
-                "arrays": str(place),
-                "T": length,
-                "seconds": seconds,
-                "fastest": min(times[runner.name]),
-                "tokens_per_second": length / seconds,
-                "flops_per_second": flops / seconds,
-                "share_of_matmul_rate": flops / seconds / rate,
-                "peak_bytes": _peak(place, runner, inputs),
-                "error": error,
-                "budget": budget,
-                "ok": error <= budget and (plan is None or plan.backend == backend),
-            }
-        )
-    return rows, rate
-
-
-def _flops(runner: Runner, length: int, arguments: argparse.Namespace) -> int:
-    """The least that has to be computed: the recurrence, whatever a form adds to it; half of all pairs of softmax."""
-    import hla
-
-    if runner.kind == "softmax":
-        return int(length * length * (arguments.d + arguments.dv) * arguments.heads)
-    sizes = {"T": length, "d": arguments.d, "dv": arguments.dv, "heads": arguments.heads}
-    return hla.cost(runner.operator, **sizes, form="recurrent", order=runner.order).flops
-
-
-def _judge(runner: Runner, inputs: Any) -> tuple[float, float]:
-    """(error, budget): the first tokens against the dense definition, then one head against a float64 loop."""
-    from hla.cli.baselines import LOOPS, blocked_softmax, token_loop
-    from hla.testing.budgets import error_budget, per_token_error
-    from hla.testing.expected import expected
-    from hla.testing.inputs import Inputs
-    from hla.testing.libraries import Placement, to_numpy
-
-    o = to_numpy(runner.function(*inputs))
-    host = Inputs(*(to_numpy(x) for x in inputs))
-    first = min(FIRST_TOKENS, o.shape[-2])
-    head = Inputs(*(x[:1] for x in host))
-    length, d, dv = o.shape[-2], host.q.shape[-1], o.shape[-1]
-    if runner.kind == "softmax":
-        # One read with weights of sum 1, and an exponential: the budget of one normalised read.
-        budget = error_budget("linear_attention", "float32", length, d, dv=dv, normalize=True, values=o.size)
-        import numpy as np
-
-        return max(
-            per_token_error(o[:, :first], _dense_softmax(*(x[:, :first] for x in host))),
-            per_token_error(o[:1], blocked_softmax(np, *head)),
-        ), budget
-    budget = error_budget(runner.operator, "float32", length, d, dv=dv, order=runner.order, values=o.size)
-    error = per_token_error(o[:, :first], expected(runner.operator, *(x[:, :first] for x in host), order=runner.order))
-    if runner.operator in LOOPS:
-        error = max(error, per_token_error(o[:1], token_loop(Placement("numpy"), runner.operator)(*head)))
-    return error, budget
-
-
-def _dense_softmax(q: Any, k: Any, v: Any) -> Any:
-    import numpy as np
-
-    scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True)) * np.tri(q.shape[-2])
-    return weights / weights.sum(axis=-1, keepdims=True) @ v
-
-
-def _peak(place: Any, runner: Runner, inputs: Any) -> int | None:
-    """Peak memory of one call, its output included; None where the library does not tell."""
-    if place.library == "numpy":
-        tracemalloc.start()
+    backends, absent = pick_backends(arguments.backend)
+    found: dict[Any, list[str]] = {}
+    if arguments.arrays is None:
+        for name in backends:
+            place = home(name)
+            if place is None:
+                absent.append(f"{name}: takes none of the installed array libraries")
+            else:
+                found.setdefault(place, []).append(name)
+    libraries = _names("--arrays", arguments.arrays, LIBRARIES) if arguments.arrays else []
+    if arguments.arrays is None and arguments.backend is None:
+        served = {place.library for place in found}
+        libraries = [name for name in LIBRARIES if name not in served and find_library(name) is not None]
+    for library in libraries:
+        if find_library(library) is None:
+            raise Failure(message("--arrays", "installed libraries", library, f'Run: pip install "hla[{library}]"'))
+        for name in backends:
+            takes = placements(name, [library], every_device=False)
+            if takes and (arguments.arrays or takes[-1] not in found):
+                found.setdefault(takes[-1], []).append(name)
+    usable: dict[Any, list[str]] = {}
+    for place, names in found.items():
         try:
-            runner.function(*inputs)
-            return int(tracemalloc.get_traced_memory()[1])
-        finally:
-            tracemalloc.stop()
-    if place.library == "torch" and place.device.type == "cuda":
-        import torch
+            find_dtype(place.xp, arguments.dtype)
+            fits = arguments.dtype != "float64" or has_float64(place.xp)
+        except ValueError:
+            fits = False
+        if fits:
+            usable[place] = names
+        else:
+            absent.append(f"{place}: has no {arguments.dtype} as it is set up here")
+    if not usable:
+        raise Failure("no backend takes the arrays of an installed library. " + "; ".join(absent), code=1)
+    return usable, absent
 
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        place.wait(runner.function(*inputs))
-        return int(torch.cuda.max_memory_allocated() - before)
-    return None
+
+def _measure(arguments: argparse.Namespace, plan: dict[str, Any], places: dict[Any, list[str]]) -> dict[str, Any]:
+    from hla.cli.baselines import operator_on, peers_of, softmax_peer
+    from hla.cli.measuring import Group, Setting
+
+    setting = Setting(arguments.heads, arguments.d, arguments.dv, arguments.dtype, arguments.repeat)
+    rows: list[dict[str, Any]] = []
+    rates: dict[str, dict[str, float]] = {}
+    left_out: list[str] = []
+    with progress_bar(len(places) * len(plan["lengths"]) * len(plan["passes"])) as bar:
+        for length in plan["lengths"]:
+            judges: dict[str, Any] = {}
+            for place, backends in places.items():
+                contenders = []
+                for operator, order in plan["operators"]:
+                    contenders += [
+                        operator_on(place, backend, operator, order, form)
+                        for backend in backends
+                        for form in plan["forms"]
+                    ]
+                    contenders += peers_of(place, operator, order, plan["peers"])
+                if "softmax" in plan["peers"]:
+                    contenders.append(softmax_peer(place))
+                group = Group(setting, place, length, contenders, judges)
+                for what in plan["passes"]:
+                    bar.now(f"{what} on {place}, T = {length}")
+                    rows += group.measure(what)
+                    bar.advance()
+                best = rates.setdefault(str(place), {})
+                best |= {name: max(rate, best.get(name, 0.0)) for name, rate in group.rates.items()}
+                left_out += group.left_out
+    if "fla" in plan["peers"] and any(operator == "linear_attention" for operator, _ in plan["operators"]):
+        from hla.cli.flash_linear_attention import find_references
+
+        left_out += filter(None, [find_references().reason])
+    order = {name: i for i, name in enumerate(plan["passes"])}
+    rows.sort(key=lambda row: order[row["pass"]])  # stable: otherwise as measured
+    return {"rows": rows, "rates": rates, "left_out": left_out}
 
 
-def _table(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> Table:
-    softmax = {(row["beside"], row["T"]): row["seconds"] for row in rows if row["kind"] == "softmax"}
-    loops = {(row["beside"], row["T"], row["operator"]): row["seconds"] for row in rows if row["kind"] == "loop"}
+def _report(arguments: argparse.Namespace, found: dict[str, Any], idle: list[str]) -> Report:
+    from hla.cli.machine import machine
+
+    rows, rates = found["rows"], found["rates"]
+    failed = [row for row in rows if not row["ok"]]
+    compared = [row["error"] for row in rows if row["error"] is not None]
+    lines = [
+        f"{len(compared)} results compared with the float64 definition before timing, {len(failed)} of {len(rows)} "
+        f"failed. Times are medians of up to {arguments.repeat} samples taken in turns.",
+        *(f"FAILED: {row['name']}, {row['pass']}, T = {row['T']} on {row['arrays']}: {_why(row)}" for row in failed),
+        *(
+            f"float32 matmul of {place}, the ceiling: {r['batched'] / 1e9:.0f} Gflop/s in products of 64x64, "
+            f"{r['large'] / 1e9:.0f} Gflop/s in one large product."
+            for place, r in rates.items()
+            if r
+        ),
+        *(f"Not run: {reason}" for reason in dict.fromkeys([*found["left_out"], *idle])),
+    ]
+    passes = list(dict.fromkeys(row["pass"] for row in rows))
+    return Report(
+        ok=not failed and bool(compared),
+        rows=rows,
+        checks=len(compared),
+        worst_error=max(compared, default=None),
+        tables=[_table(arguments, name, [row for row in rows if row["pass"] == name]) for name in passes],
+        lines=lines,
+        more={
+            "heads": arguments.heads,
+            "d": arguments.d,
+            "dv": arguments.dv,
+            "dtype": arguments.dtype,
+            "matmul_flops_per_second": rates,
+            "machine": machine(),
+            "not_run": [*found["left_out"], *idle],
+        },
+    )
+
+
+def _why(row: dict[str, Any]) -> str:
+    return row["note"] or f"error {row['error']:.1e}, allowed {row['budget']:.1e}; not timed"
+
+
+def _title(arguments: argparse.Namespace) -> str:
+    return f"{arguments.heads} heads, d = {arguments.d}, dv = {arguments.dv}, {arguments.dtype}"
+
+
+_HEADINGS = {"forward": "Forward", "backward": "Forward and backward", "decode": "Decode: one token after T - 1"}
+
+
+def _table(arguments: argparse.Namespace, what: str, rows: list[dict[str, Any]]) -> Table:
+    """Of one pass: how many times faster than each peer, and the share of the ceiling."""
+    peers = {
+        (r["arrays"], r["T"], r["kind"], r["operator_label"]): r["seconds"] for r in rows if r["kind"] != "operator"
+    }
+
+    def faster(row: dict[str, Any], kind: str) -> str:
+        other = peers.get((row["arrays"], row["T"], kind, "softmax" if kind == "softmax" else row["operator_label"]))
+        return f"{other / row['seconds']:.2f}" if other and row["kind"] == "operator" else ""
+
     lines: list[tuple[str, ...]] = []
     for row in rows:
-        loop = loops.get((row["beside"], row["T"], row["operator"]))
-        faster = row["kind"] == "operator"
+        timed = row["seconds"] is not None
+        memory = row["state_bytes"] if what == "decode" else row["peak_bytes"]
         lines.append(
             (
-                row["beside"],
+                row["arrays"],
+                row["backend"] or "",
                 row["name"],
                 row["form"] or "",
                 str(row["T"]),
-                f"{row['seconds'] * 1e3:.2f}",
-                f"{row['tokens_per_second']:,.0f}",
-                f"{softmax[row['beside'], row['T']] / row['seconds']:.2f}" if faster else "",
-                f"{loop / row['seconds']:.1f}" if faster and loop else "",
-                f"{row['share_of_matmul_rate']:.0%}",
-                "" if row["peak_bytes"] is None else size_text(row["peak_bytes"]),
-                f"{row['error']:.1e}" + ("" if row["ok"] else " WRONG"),
+                f"{row['seconds'] * 1e3:.3f}" if timed else "",
+                f"{row['tokens_per_second']:,.0f}" if timed else "",
+                *(faster(row, kind) if timed else "" for kind in ("softmax", "loop", "composition")),
+                f"{row['flops_per_second'] / 1e9:.1f}" if timed else "",
+                f"{row['share_of_matmul_rate']:.0%}" if timed else "",
+                "" if memory is None else size_text(memory),
+                ("" if row["error"] is None else f"{row['error']:.0e}") + ("" if row["ok"] else " WRONG"),
             )
         )
-    columns = ("backend", "what", "form", " T", " ms", " tokens/s", " softmax / it", " loop / it", " of matmul rate",
-               " peak memory", " error")  # fmt: skip
-    return Table(f"{arguments.heads} heads, d = {arguments.d}, dv = {arguments.dv}, float32", columns, lines)
-
-
-def _plot(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    """Time against T on logarithmic axes: operators in full lines, what they are compared with dashed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
-    axes = figure.subplots()
-    markers = "osD^vP*X"
-    backends = sorted({row["beside"] for row in rows})
-    names = sorted({row["name"].removesuffix(", loop") for row in rows})
-    for backend in backends:
-        for name in dict.fromkeys(row["name"] for row in rows if row["beside"] == backend):
-            points = [row for row in rows if row["beside"] == backend and row["name"] == name]
-            plain = name.removesuffix(", loop")
-            style = "-" if points[0]["kind"] == "operator" else ":" if points[0]["kind"] == "loop" else "--"
-            axes.plot(
-                [row["T"] for row in points],
-                [row["seconds"] for row in points],
-                style,
-                color="black" if plain == "softmax" else f"C{names.index(plain)}",
-                marker=markers[backends.index(backend) % len(markers)],
-                markersize=4,
-                label=f"{name} ({backend})",
-            )
-    axes.set(xscale="log", yscale="log", xlabel="T, tokens", ylabel="seconds a call",
-             title=f"{arguments.heads} heads, d = {arguments.d}, dv = {arguments.dv}, float32")  # fmt: skip
-    axes.set_xticks(sorted({row["T"] for row in rows}), [str(t) for t in sorted({row["T"] for row in rows})])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
-    figure.savefig(arguments.plot)
+    columns = ("arrays", "backend", "what", "form", " T", " ms", " tokens/s", " softmax / it", " loop / it",
+               " composed / it", " Gflop/s", " of ceiling", " state" if what == "decode" else " peak memory",
+               " error")  # fmt: skip
+    return Table(f"{_HEADINGS[what]}, {_title(arguments)}", columns, lines)
