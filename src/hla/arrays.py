@@ -27,6 +27,7 @@ Device: TypeAlias = Any
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 INTEGER = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
+_UNCHANGED = nullcontext()
 _namespaces: dict[type, tuple[Namespace, str]] = {}
 _dtype_names: dict[Any, str] = {}
 
@@ -175,6 +176,11 @@ def is_compiling() -> bool:
     return torch is not None and bool(torch.compiler.is_compiling())
 
 
+def is_transformed() -> bool:
+    """Whether a `torch.func` transformation is at work, under which a tensor may be more than it seems."""
+    return sys.modules["torch"]._C._functorch.peek_interpreter_stack() is not None
+
+
 def unrolls(x: Any) -> bool:
     """Whether a torch tensor belongs to a program being traced, into which a Python loop would be unrolled."""
     torch = sys.modules["torch"]
@@ -209,9 +215,9 @@ def undisturbed(xp: Namespace, x: Array) -> AbstractContextManager[Any]:
         if kind != "meta" and torch.is_autocast_enabled(kind):
             disabled: AbstractContextManager[Any] = torch.autocast(kind, enabled=False)
             return disabled
-        return nullcontext()
+        return _UNCHANGED
     if library in ("jax", "cupy"):
-        return nullcontext()
+        return _UNCHANGED
     found: AbstractContextManager[Any] = sys.modules["numpy"].errstate(all="ignore")  # others may be NumPy underneath
     return found
 
@@ -251,6 +257,13 @@ def multiply_add(xp: Namespace, x: Array, y: Array, z: Array, *, spare: bool) ->
     """x @ y + z, in one call where the namespace has one. `spare`: z is not needed any more and may be overwritten."""
     fused = getattr(xp, "multiply_add", None)
     return xp.matmul(x, y) + z if fused is None else fused(x, y, z, spare)
+
+
+def add_outer(xp: Namespace, x: Array, y: Array, z: Array, *, spare: bool) -> Array:
+    """z + x·y for a column x (…, d, 1) and a row y (…, 1, dv), in one call where the namespace has one. `spare` as in
+    `multiply_add`."""
+    fused = getattr(xp, "add_outer", None)
+    return z + x * y if fused is None else fused(x, y, z, spare)
 
 
 def scaled(xp: Namespace, x: Array, factor: Array) -> Array:

@@ -140,9 +140,15 @@ class Problem:
 
     def finish(self, streams: dict[str, Array], token_mask: Array | None) -> Array:
         """The output from the program's reads: weighted, normalised (Eq. 3.4), zero at skipped tokens, dtype of v."""
-        o: Array = weighted_sum(self.program.output, streams, self.ridge)
-        if self.program.denominator:
-            o = o / (weighted_sum(self.program.denominator, streams, self.ridge) + self.eps)
+        o = combine_reads(self.program, streams, self.ridge, self.eps)
         if token_mask is not None:
             o = self.xp.where(token_mask, o, self.xp.zeros_like(o))
         return cast(self.xp, o, self.v.dtype)
+
+
+def combine_reads(program: Program, streams: dict[str, Array], ridge: float, eps: float) -> Array:
+    """The program's reads as its output: weighted, normalised (Eq. 3.4)."""
+    o: Array = weighted_sum(program.output, streams, ridge)
+    if program.denominator:
+        o = o / (weighted_sum(program.denominator, streams, ridge) + eps)
+    return o

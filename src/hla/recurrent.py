@@ -7,9 +7,11 @@ Memory beyond inputs and output is one state, whatever T.
 
 from __future__ import annotations
 
-from hla.arrays import Array, Namespace, transpose
+from functools import cache
+
+from hla.arrays import Array, Namespace, add_outer, scaled, transpose
 from hla.chunkwise import token_arrays
-from hla.family import Program, steps
+from hla.family import Program, Read, State, steps
 from hla.loops import Tokens, fold
 from hla.problem import Problem, States
 
@@ -41,43 +43,54 @@ def advance(problem: Problem, states: States, tokens: Tokens) -> tuple[States, A
 def token(
     xp: Namespace,
     program: Program,
-    decay: Array | None,
+    decay: Array | float | None,
     start: Array | None,
     states: States,
     streams: dict[str, Array],
     resets: bool,
+    *,
+    spare: bool = False,
 ) -> States:
-    """One token of a program: adds the result of every read to `streams`, returns the states after the token."""
+    """One token of a program: adds the result of every read to `streams`, returns the states after the token.
+
+    `spare`: the arrays of `states` are not needed any more and may be overwritten; only without strict reads.
+    """
+    if start is not None:
+        states = {symbol: xp.where(start, xp.zeros_like(x), x) for symbol, x in states.items()}
     following: States = {}
-    for symbol, state, step in steps(program):
-        before = states[symbol]
-        if start is not None:
-            before = xp.where(start, xp.zeros_like(before), before)
-        if step is not None and step.strict:
-            streams[step.result] = xp.matmul(streams[step.query], before)
-            continue
-        if symbol not in following:
-            following[symbol] = _decayed(xp, before, decay, state.power, resets) + (
-                transpose(xp, streams[state.key]) * streams[state.value]
-            )
-        if step is not None:
-            streams[step.result] = xp.matmul(streams[step.query], following[symbol])
-    for state in program.states:  # states that only strict reads have touched so far
-        if state.symbol not in following:
+    for state, read in _lines(program):
+        if state is not None:
             before = states[state.symbol]
-            if start is not None:
-                before = xp.where(start, xp.zeros_like(before), before)
-            following[state.symbol] = _decayed(xp, before, decay, state.power, resets) + (
-                transpose(xp, streams[state.key]) * streams[state.value]
-            )
+            if decay is not None:
+                before = _decayed(xp, before, decay, state.power, resets, spare)
+            key, value = streams[state.key], streams[state.value]
+            following[state.symbol] = add_outer(xp, transpose(xp, key), value, before, spare=spare)
+        if read is not None:
+            seen = states if read.strict else following
+            streams[read.result] = xp.matmul(streams[read.query], seen[read.state])
     return following
 
 
-def _decayed(xp: Namespace, state: Array, decay: Array | None, power: int, resets: bool) -> Array:
+@cache
+def _lines(program: Program) -> tuple[tuple[State | None, Read | None], ...]:
+    """What happens at a token, in order: a state moves on, then it is read; a strict read needs no move."""
+    moved: set[str] = set()
+    result: list[tuple[State | None, Read | None]] = []
+    for symbol, state, read in steps(program):
+        moves = symbol not in moved and not (read is not None and read.strict)
+        if moves:
+            moved.add(symbol)
+        result.append((state if moves else None, read))
+    return (*result, *((state, None) for state in program.states if state.symbol not in moved))
+
+
+def _decayed(xp: Namespace, state: Array, decay: Array | float | None, power: int, resets: bool, spare: bool) -> Array:
     """γ^power · state; where γ is exactly 0 the state is dropped, whatever it holds."""
     if decay is None:
         return state
     factor = decay
     for _ in range(power - 1):
         factor = factor * decay
-    return xp.where(factor == 0, xp.zeros_like(state), state * factor) if resets else state * factor
+    if resets:
+        return xp.where(factor == 0, xp.zeros_like(state), state * factor)
+    return scaled(xp, state, factor) if spare else state * factor

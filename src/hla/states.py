@@ -205,6 +205,11 @@ def init_state(
     """
     from hla.checks import accumulation_dtype, check_batches, spec_of
 
+    if arrays.is_compiling():
+        from hla.backends.torch import compilation
+
+        fixed = (("mask", mask), ("definition", definition), ("normalize", normalize), ("ridge", ridge))
+        return compilation.init_state(operator, check_batches(batch, kv_batch), (d, dv), like, order, fixed)
     options = Options(mask=mask, definition=definition, normalize=normalize, ridge=ridge)
     spec = spec_of(operator, options, order)
     if spec.mask == "none":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from hla import arrays
+from hla import arrays, plans
 from hla.arrays import Array
+from hla.backends import selection
 from hla.checks import check_call, check_inputs
 from hla.errors import DTypeError, OptionError, message
 from hla.ops import execute
@@ -58,31 +59,37 @@ def step(state: State, q_t: Array, k_t: Array, v_t: Array, **options: Unpack[Ste
 
 def take_step(state: State, q_t: Array, k_t: Array, v_t: Array, given: dict[str, Any]) -> tuple[Array, State]:
     """`step`, in plain Python."""
+    key = plans.signature(state, q_t, k_t, v_t, given)
+    plan = plans.find(key)
+    if plan is not None:
+        return plan.run(state, q_t, k_t, v_t, given)
     if not is_state(state):
         raise DTypeError(message("state", "a state", type(state).__name__, "Use return_state=True or init_state."))
     for name in given:
         if name not in KEYWORDS:
             raise unknown_keyword("step", name, KEYWORDS)
-    order, inplace = given.pop("order", None), given.pop("inplace", False)
+    options = dict(given)
+    order, inplace = options.pop("order", None), options.pop("inplace", False)
     if not isinstance(inplace, bool):
         raise OptionError(message("inplace", "True or False", repr(inplace), "Pass a Python bool."))
     _check_order(state, order)
     check_inputs(q_t, k_t, v_t, 1)
     q, k, v = (x[..., None, :] for x in (q_t, k_t, v_t))
     for name in ("log_decay", "token_mask"):
-        x = given.get(name)
+        x = options.get(name)
         if x is not None:
             arrays.namespace(x, name)
-            given[name] = x[..., None]
+            options[name] = x[..., None]
     spec = state.spec
-    read = Options(**given, initial_state=state, return_state=True)
+    read = Options(**options, initial_state=state, return_state=True)
     checked = check_call(spec.operator, q, k, v, read, spec.order or None)
-    output, following = execute(checked, read)
+    backend = selection.resolve(selection.call_of(checked.problem, checked.form), read.backend)
+    output, following = execute(checked, read, backend)
     output = output[..., 0, :]
-    if not inplace:
-        return output, following
-    _write(state, following)
-    return output, state
+    if inplace:
+        _write(state, following)
+    plans.keep(key, checked, backend, state, following, given)
+    return output, state if inplace else following
 
 
 def _check_order(state: State, order: int | None) -> None:
@@ -94,8 +101,7 @@ def _check_order(state: State, order: int | None) -> None:
 
 def _write(state: State, following: State) -> None:
     """The new arrays into the old ones; all or nothing."""
-    pairs = list(zip(state._fields, state, following, strict=True))
-    for field, old, new in pairs:
+    for field, old, new in zip(state._fields, state, following, strict=True):
         if arrays.family(old) == "jax":
             raise OptionError(
                 message(
@@ -112,5 +118,5 @@ def _write(state: State, following: State) -> None:
             )  # fmt: skip
         if arrays.family(old) == "numpy" and not old.flags.writeable:
             raise OptionError(message("inplace", "writable arrays", f"a read-only {field}", "Copy the state first."))
-    for _, old, new in pairs:
+    for old, new in zip(state, following, strict=True):
         old[...] = new

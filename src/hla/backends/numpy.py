@@ -32,5 +32,9 @@ def backend() -> Backend:
         priority=0,
     )
     return Backend(
-        spec=spec, load=lambda operator: run, load_gradient=lambda operator: pull, plain_form=forms.plain_form
+        spec=spec,
+        load=lambda operator: run,
+        load_gradient=lambda operator: pull,
+        plain_form=forms.plain_form,
+        step_namespaces=lambda problem: (problem.xp, problem.xp),
     )

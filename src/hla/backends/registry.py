@@ -115,6 +115,8 @@ class Backend:
         probe: whether it can work on this machine (may import); asked once, after `requires` were found.
         supports: whether it can run a call, beyond what the spec says. Exceptions in it are not caught.
         plain_form: the form that "auto" stands for on a problem.
+        step_namespaces: where decode steps need no more than the core's own operations, a function that gives the
+            namespaces they run in, (one that keeps its operands, one that may overwrite them); such steps skip `load`.
     """
 
     spec: BackendSpec
@@ -123,6 +125,7 @@ class Backend:
     probe: Callable[[], Verdict] = _yes_probe
     supports: Callable[[Call], Verdict] = _yes_supports
     plain_form: Callable[[Problem], str] = _form_as_asked
+    step_namespaces: Callable[[Problem], tuple[Any, Any]] | None = None
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def availability(self) -> Verdict:

@@ -188,6 +188,11 @@ def _selected(argument: Any) -> tuple[Names, str]:
     return (), "auto"
 
 
+def in_force(argument: Any) -> tuple[Names, int]:
+    """What a choice depends on beside the call: the names selected, and which backends there are."""
+    return _selected(argument)[0], _registry.generation
+
+
 def available() -> list[str]:
     """Names of the backends that can run on this machine, best first.
 

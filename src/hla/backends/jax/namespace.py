@@ -31,9 +31,15 @@ class Namespace:
         return jnp.matmul(x, y, precision=Precision.HIGHEST)
 
     @staticmethod
-    def associative_scan(op: Callable[[Any, Any], Any], elements: Any, axis: int) -> Any:
-        """`jax.lax.associative_scan`, which calls op(earlier, later) as `hla.scan` does when it runs forwards."""
-        return jax.lax.associative_scan(op, elements, axis=axis)
+    def associative_scan(op: Callable[[Any, Any], Any], elements: dict[str, Array], axis: int) -> dict[str, Array]:
+        """`jax.lax.associative_scan`, which calls op(earlier, later) as `hla.scan` does when it runs forwards.
+
+        It counts the axis from the front of the first array, so all get one rank for it.
+        """
+        rank = max(x.ndim for x in elements.values())
+        aligned = {name: jnp.reshape(x, (*(1,) * (rank - x.ndim), *x.shape)) for name, x in elements.items()}
+        scanned = jax.lax.associative_scan(op, aligned, axis=axis)
+        return {name: jnp.reshape(x, elements[name].shape) for name, x in scanned.items()}
 
 
 DERIVED, VALUES = Namespace(slices=False), Namespace(slices=True)

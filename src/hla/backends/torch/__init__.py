@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hla import forms
 from hla.backends.registry import Backend, BackendSpec, Gradient
-from hla.problem import Runner
+from hla.problem import Problem, Runner
 
 
 def _load(operator: str) -> Runner:
@@ -19,6 +21,12 @@ def _load_gradient(operator: str) -> Gradient:
     return pull
 
 
+def _step_namespaces(problem: Problem) -> tuple[Any, Any]:
+    from hla.backends.torch.namespace import EAGER, PLAIN
+
+    return PLAIN, EAGER
+
+
 def backend() -> Backend:
     """The registry's entry."""
     spec = BackendSpec(
@@ -31,4 +39,10 @@ def backend() -> Backend:
         gradients=True,
         priority=10,
     )
-    return Backend(spec=spec, load=_load, load_gradient=_load_gradient, plain_form=forms.plain_form)
+    return Backend(
+        spec=spec,
+        load=_load,
+        load_gradient=_load_gradient,
+        plain_form=forms.plain_form,
+        step_namespaces=_step_namespaces,
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hla import chunkwise, forms, gradients
 from hla.arrays import undisturbed
@@ -73,9 +74,10 @@ class Operator(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_output: Tensor | None, *d_states: Tensor | None) -> tuple[Any, ...]:
-        """Without a graph by a loop that writes to its temporaries; with one, by plain operations."""
+        """By a loop that writes to its temporaries; by plain operations where a graph is wanted or cotangents are
+        watched (many at once, ``is_grads_batched``)."""
         split, saved = ctx.split, ctx.saved_tensors
-        again = torch.is_grad_enabled()
+        again = torch.is_grad_enabled() or any(is_watched(d) for d in (d_output, *d_states) if d is not None)
         problem = split.problem(saved[: ctx.count], PLAIN if again else EAGER)
         with undisturbed(problem.xp, problem.v):
             if d_output is None:
@@ -100,4 +102,16 @@ def _in_chunks(problem: Problem) -> bool:
         and problem.length > 0
         and forms.plain_form(problem) == "chunkwise"
         and (problem.program.spec.mask != "none")
+    )
+
+
+def is_watched(x: Any) -> bool:
+    """Whether `x` is more than a tensor with values: a transformation's, a dual, fake or of a subclass."""
+    return bool(
+        type(x) not in (Tensor, torch.nn.Parameter)
+        or torch._C._functorch.is_functorch_wrapped_tensor(x)
+        or torch._C._functorch.is_legacy_batchedtensor(x)
+        or x.is_meta
+        or torch.compiler.is_compiling()
+        or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None)  # type: ignore[no-untyped-call]
     )

@@ -5,7 +5,7 @@ becomes the custom op ``hla::operator``, whose kernel is the ordinary eager call
 node, and the backend is chosen when it runs. Its derivative is ``hla::gradient``, the ordinary `hla.vjp`.
 
 Where the traced code is itself transformed (`torch.func`, forward mode) and for `step`, whose few operations a compiler
-fuses, the call is traced through instead, as plain operations.
+fuses, the call is traced through instead, as plain operations. So is an exported program that is transformed later.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hla import arrays, ops
 from hla.backends import selection
 from hla.checks import Checked, check_call, spec_of
 from hla.differentiation import Gradients, input_gradients
-from hla.family import Spec
+from hla.family import Spec, program, shapes
 from hla.options import Options, read_options
-from hla.states import State, state_type, to_arrays
+from hla.states import State, is_mass, state_type, to_arrays
 from hla.streaming import take_step
 
 
@@ -48,6 +48,31 @@ def step(state: State, tokens: tuple[Tensor, Tensor, Tensor], given: dict[str, A
     tensors, how = _flatten("", tokens, {**given, "initial_state": state}, None)
     output, *fields = _traced_step(tensors, how)
     return output, state if given.get("inplace", False) else type(state)(*fields)
+
+
+def init_state(
+    operator: str,
+    batches: tuple[Any, Any],
+    sizes: tuple[int, int],
+    like: Tensor,
+    order: int | None,
+    fixed: tuple[tuple[str, Any], ...],
+) -> State:
+    """`hla.init_state` while a tracer watches; `batches` are those of the state and of its key-only field."""
+    how = repr((operator, order, (), fixed))
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    fields = _state_shapes(how, *(guard_scalar(n) for n in sizes))
+    zeros = [like.new_zeros((*batches[kind], *shape), dtype=dtype) for kind, shape in fields]
+    return _STATES[_remember_state(how)](*zeros)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _state_shapes(how: str, d: int, dv: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Of every field of a state, whether it is the key-only one, and its axes behind the batch."""
+    operator, order, _, fixed = ast.literal_eval(how)
+    made = program(spec_of(operator, read_options(operator, dict(fixed)), order))
+    natural = shapes(made, (), (), (), d, dv).state
+    return tuple((int(s == "S"), natural[s][:1] if is_mass(s) else natural[s]) for s in natural)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -131,64 +156,110 @@ def _fields(found: Any) -> list[Tensor]:
     return [x.contiguous() for x in (output, *state)]
 
 
-@torch.library.custom_op("hla::operator", mutates_args=())
-def _operator(tensors: list[Tensor], how: str) -> list[Tensor]:
+def _run_operator(tensors: list[Tensor], how: str) -> list[Tensor]:
     with torch.no_grad():
         return _fields(ops.execute(*_Call(tensors, how).checked()))
 
 
-@_operator.register_fake
-def _(tensors: list[Tensor], how: str) -> list[Tensor]:
+def _fake_operator(tensors: list[Tensor], how: str) -> list[Tensor]:
     checked, _options = _Call(tensors, how).checked()
     problem = checked.problem
     output = problem.v.new_empty((*checked.batch, problem.length, problem.v.shape[-1]))
     output = output.moveaxis(-2, checked.axis).contiguous()
     if not checked.return_state:
         return [output]
-    states = {s: problem.v.new_empty(shape, dtype=problem.dtype) for s, shape in problem.shapes().state.items()}
+    final = {s: problem.v.new_empty(shape, dtype=problem.dtype) for s, shape in problem.shapes().state.items()}
     if problem.cu_seqlens is not None:
         rank, count = len(checked.batch) + 2, len(problem.cu_seqlens) - 1
-        states = {s: x.expand(count, *(1,) * (rank - x.ndim), *x.shape) for s, x in states.items()}
-    return _fields((output, ops.finish_states(checked, states)))
+        final = {s: x.expand(count, *(1,) * (rank - x.ndim), *x.shape) for s, x in final.items()}
+    return _fields((output, ops.finish_states(checked, final)))
 
 
-@torch.library.custom_op("hla::gradient", mutates_args=())
-def _gradient(tensors: list[Tensor], cotangents: list[Tensor], how: str) -> list[Tensor]:
+def _pull(tensors: list[Tensor], cotangents: list[Tensor], how: str) -> list[Tensor]:
     called = _Call(tensors, how)
+    checked, options = called.checked()
+    problem = checked.problem
+    backend = selection.resolve(selection.call_of(problem, checked.form), options.backend, gradient=True)
+    d_state = None
+    if checked.return_state:
+        d_state = to_arrays(state_type(problem.program.spec)(*cotangents[1:]))
+    found = input_gradients(checked, options, backend, cotangents[0], d_state)
+    made = zip(tensors, called.gradients_like(found), strict=True)
+    return [torch.empty_like(x) if d is None else d.contiguous().clone() for x, d in made]
+
+
+def _run_gradient(tensors: list[Tensor], cotangents: list[Tensor], how: str) -> list[Tensor]:
     with torch.no_grad():
-        checked, options = called.checked()
-        problem = checked.problem
-        backend = selection.resolve(selection.call_of(problem, checked.form), options.backend, gradient=True)
-        d_state = None
-        if checked.return_state:
-            d_state = to_arrays(state_type(problem.program.spec)(*cotangents[1:]))
-        found = input_gradients(checked, options, backend, cotangents[0], d_state)
-        made = zip(tensors, called.gradients_like(found), strict=True)
-        return [torch.empty_like(x) if d is None else d.contiguous().clone() for x, d in made]
+        return _pull(tensors, cotangents, how)
 
 
-@_gradient.register_fake
-def _(tensors: list[Tensor], cotangents: list[Tensor], how: str) -> list[Tensor]:
+def _fake_gradient(tensors: list[Tensor], cotangents: list[Tensor], how: str) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in tensors]
 
 
-def _setup_context(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
-    tensors, ctx.how = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.results = [(x.shape, x.dtype, x.device) for x in output]
+class _Node(torch.autograd.Function):
+    """``hla::operator`` in torch's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, how: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.how = how
+        ctx.save_for_backward(*tensors)
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(torch.ops.hla.operator(list(tensors), how))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        tensors = list(ctx.saved_tensors)
+        found = torch.ops.hla.gradient(tensors, list(cotangents), ctx.how)
+        return None, *(d if x.is_floating_point() else None for x, d in zip(tensors, found, strict=True))
 
 
-def _backward(ctx: Any, d_outputs: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
-    cotangents = [
-        torch.zeros(shape, dtype=dtype, device=device) if d is None else d
-        for d, (shape, dtype, device) in zip(d_outputs, ctx.results, strict=True)
-    ]
-    tensors = list(ctx.saved_tensors)
-    found = torch.ops.hla.gradient(tensors, cotangents, ctx.how)
-    return [d if x.is_floating_point() else None for x, d in zip(tensors, found, strict=True)], None
+def _is_transformed(tensors: list[Tensor]) -> bool:
+    """Whether a `torch.func` transformation or forward mode follows the tensors, which a node would lose."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)  # type: ignore[no-untyped-call]
 
 
-_operator.register_autograd(_backward, setup_context=_setup_context)
+def _is_recorded(tensors: list[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _derive_operator(tensors: list[Tensor], how: str) -> list[Tensor]:
+    if _is_transformed(tensors):
+        return list(_run_traced(tensors, how))
+    if _is_recorded(tensors):
+        return list(_Node.apply(how, *tensors))  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        found: list[Tensor] = torch.ops.hla.operator(tensors, how)
+    return found
+
+
+def _derive_gradient(tensors: list[Tensor], cotangents: list[Tensor], how: str) -> list[Tensor]:
+    both = [*tensors, *cotangents]
+    if _is_transformed(both) or _is_recorded(both):
+        return _pull(tensors, cotangents, how)
+    with torch._C._AutoDispatchBelowAutograd():
+        found: list[Tensor] = torch.ops.hla.gradient(tensors, cotangents, how)
+    return found
+
+
+_library = torch.library.Library("hla", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _schema, _run, _fake, _derive in (
+    ("operator(Tensor[] tensors, str how) -> Tensor[]", _run_operator, _fake_operator, _derive_operator),
+    (
+        "gradient(Tensor[] tensors, Tensor[] cotangents, str how) -> Tensor[]",
+        _run_gradient,
+        _fake_gradient,
+        _derive_gradient,
+    ),
+):
+    _name: str = _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(_name, _derive, "Autograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"hla::{_name}", _fake, lib=_library)
 
 
 def _run_traced(tensors: list[Tensor], how: str) -> tuple[Tensor, ...]:

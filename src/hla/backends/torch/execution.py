@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from hla import forms, packing
 from hla.arrays import undisturbed
-from hla.backends.torch.autograd import Operator
+from hla.backends.torch.autograd import Operator, is_watched
 from hla.backends.torch.flattening import Flat
 from hla.backends.torch.namespace import EAGER, PLAIN
 from hla.gradients import ProblemGradients
@@ -29,7 +27,7 @@ def run(problem: Problem) -> tuple[Tensor, States]:
     with undisturbed(problem.xp, problem.v):
         tensors = list(_tensors(problem))
         single = problem.length == 1 and forms.plain_form(problem) == "recurrent"
-        if single or any(map(_is_watched, tensors)):
+        if single or any(map(is_watched, tensors)):
             return forms.run(replace(problem, xp=PLAIN))
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return Operator.of(problem)
@@ -41,7 +39,7 @@ def pull(problem: Problem, d_output: Tensor, d_final: States | None) -> ProblemG
     """The gradient of `run` applied to cotangents of output and final states."""
     with undisturbed(problem.xp, problem.v):
         tensors = [*_tensors(problem), d_output, *(d_final or {}).values()]
-        if any(map(_is_watched, tensors)) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        if any(map(is_watched, tensors)) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
             return forms.pull(replace(problem, xp=PLAIN), d_output, d_final)
         with torch.no_grad():
             return forms.pull(replace(problem, xp=EAGER), d_output, d_final)
@@ -58,19 +56,8 @@ def eager(problem: Problem) -> tuple[Tensor, States]:
 
 def _tensors(problem: Problem) -> Iterator[Tensor]:
     yield from (problem.q, problem.k, problem.v)
-    for x in (problem.log_decay, problem.scale):
+    for x in (problem.log_decay, problem.scale, problem.token_mask, problem.starts, problem.cu_seqlens):
         if isinstance(x, Tensor):
             yield x
     if problem.initial is not None:
         yield from problem.initial.values()
-
-
-def _is_watched(x: Any) -> bool:
-    """Whether `x` is more than a tensor with values: a transformation's, a dual, fake or of a subclass."""
-    return bool(
-        type(x) not in (Tensor, torch.nn.Parameter)
-        or torch._C._functorch.is_functorch_wrapped_tensor(x)
-        or x.is_meta
-        or torch.compiler.is_compiling()
-        or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None)  # type: ignore[no-untyped-call]
-    )

@@ -41,6 +41,12 @@ class Namespace:
         product = torch.matmul(x, y)
         return product.add_(z) if self.eager and _covers(product, z) else product + z
 
+    def add_outer(self, x: Tensor, y: Tensor, z: Tensor, spare: Any) -> Tensor:
+        """z + x · y for a column and a row; eager, into z where that is not needed any more."""
+        if spare and self.eager and x.shape[:-2] == z.shape[:-2] == y.shape[:-2]:
+            return z.addcmul_(x, y)
+        return torch.addcmul(z, x, y)
+
     def scaled(self, x: Tensor, factor: Tensor) -> Tensor:
         """x · factor; eager, into x."""
         return x.mul_(factor) if self.eager and _covers(x, factor) else x * factor
