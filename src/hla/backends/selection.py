@@ -77,8 +77,8 @@ def names_of(value: Any) -> Names:
 def set_backend(backend: str | Sequence[str] | None) -> None:
     """Choose the backend for the whole process; None or "auto" goes back to automatic.
 
-    A function that `jax.jit` has compiled keeps the backend it was traced with: choose before the first call, or use
-    `use_backend`, which is part of jit's cache key.
+    The choice is part of the key of `jax.jit`'s cache, as that of `use_backend` is: a compiled function is traced again.
+    (Only HLA_BACKEND is not: change it before JAX compiles.)
 
     Args:
         backend: a name, or names in order of preference. A named backend runs or raises, it never falls back.
@@ -95,6 +95,7 @@ def set_backend(backend: str | Sequence[str] | None) -> None:
     """
     global _global
     _global = names_of(backend) or None
+    _tell_jit()
 
 
 def get_backend() -> str | Names:
@@ -141,9 +142,17 @@ def _jit_context() -> Any:
     jax = arrays.loaded("jax")
     if jax is None or not hasattr(jax, "make_user_context"):
         return None
-    if _jax_context is None:
+    if _jax_context is None:  # what was traced before there was one has the key None, which is no choice
         _jax_context = jax.make_user_context(default_value=None)
+        _jax_context.set_global(_global or ())
     return _jax_context
+
+
+def _tell_jit() -> None:
+    """Make the global choice part of jit's key."""
+    jit_key = _jit_context()
+    if jit_key is not None:
+        jit_key.set_global(_global or ())
 
 
 def snapshot() -> dict[str, Names | None]:
@@ -169,7 +178,11 @@ def restore(choice: dict[str, Names | None]) -> None:
     """
     global _global
     _global = choice["global"]
+    _tell_jit()
     _context.set(choice["context"])
+    jit_key = _jit_context()
+    if jit_key is not None and choice["context"] is not None:
+        jit_key(choice["context"]).__enter__()  # for as long as this thread lives, as the choice itself
 
 
 def _selected(argument: Any) -> tuple[Names, str]:
