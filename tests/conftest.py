@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import libraries
+from hla.backends import selection
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    name = config.getoption("--arrays")
+    name = libraries.chosen = config.getoption("--arrays")
     libraries.Library(name).module  # noqa: B018 (a missing library must fail the session, not skip it)
     if name == "jax":
         import jax
@@ -31,6 +33,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "lib" in metafunc.fixturenames:
         found = libraries.libraries(metafunc.config.getoption("--arrays"))
         metafunc.parametrize("lib", found, ids=[x.device or x.name for x in found], scope="session")
+
+
+@pytest.fixture(autouse=True)
+def own_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a library has a backend of its own, it and not the reference runs every shared call that names none."""
+    if "lib" not in request.fixturenames:
+        return
+    choose = selection.resolve
+
+    def resolve(call: Any, argument: Any, gradient: bool = False) -> Any:
+        found = choose(call, argument, gradient)
+        named, _ = selection._selected(argument)
+        if not named and call.family in ("torch", "jax"):
+            assert found.spec.name != "numpy", f"backend numpy for {call.family} arrays: {call}"
+        return found
+
+    monkeypatch.setattr(selection, "resolve", resolve)
 
 
 ONCE = ("concurrency", "cost", "errata", "imports", "memory", "public_api")

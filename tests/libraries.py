@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
+chosen = "numpy"
+"""what --arrays says; set before any test is collected"""
 NAMES = ("numpy", "strict", "torch", "jax")
 FLOATS = {
     "numpy": ("float16", "bfloat16", "float32", "float64"),
@@ -87,3 +90,10 @@ def libraries(name: str) -> list[Library]:
     if name == "strict":
         return [Library(name, "CPU_DEVICE"), Library(name, "device1")]
     return [Library(name)]
+
+
+def only(name: str) -> Any:
+    """The module of that name, for files whose tests are about it alone; they are skipped with any other --arrays."""
+    if chosen != name:
+        pytest.skip(f"of --arrays={name}", allow_module_level=True)
+    return importlib.import_module(name)

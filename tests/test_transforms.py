@@ -1,6 +1,6 @@
-"""The core under the transformations of JAX and PyTorch: gradients, vectorisation, compilation.
+"""The core under the transformations of JAX: gradients, vectorisation, compilation. PyTorch's are in test_torch*.py.
 
-The judge of gradients is `hla.vjp` on NumPy arrays, which shares nothing with either library's differentiation. All
+The judge of gradients is `hla.vjp` on NumPy arrays, which shares nothing with JAX's differentiation. All
 calls name the backend "numpy", which is the Array API core on any arrays; `plan` asserts that it is what runs.
 """
 
@@ -13,7 +13,6 @@ import pytest
 
 import budget
 import hla
-from hla import arrays
 
 BATCH, HEADS, TOKENS, D, DV = 2, 3, 17, 5, 7
 CHUNK = 5
@@ -30,8 +29,6 @@ OPERATORS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FEW = ("hla2", "ahla", "hla3 printed", "order 4")
 NAMES = ("q", "k", "v", "log_decay")
-# PyTorch's forward mode loads its own deprecated scripts.
-forward_mode = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 
 def only_with(request: pytest.FixtureRequest, name: str) -> Any:
@@ -46,12 +43,6 @@ def jax(request: pytest.FixtureRequest) -> Any:
     return only_with(request, "jax")
 
 
-@pytest.fixture
-def torch(request: pytest.FixtureRequest) -> Any:
-    """PyTorch, where it is the chosen library."""
-    return only_with(request, "torch")
-
-
 def draw(length: int = TOKENS, *, batch: tuple[int, ...] = (BATCH, HEADS)) -> tuple[Any, ...]:
     """q, k, v, log-decays and a cotangent of the output, in NumPy float64."""
     rng = np.random.default_rng(41)
@@ -64,10 +55,7 @@ def call(name: str, q: Any, k: Any, v: Any, log_decay: Any = None, **options: An
     options = {"backend": "numpy", "chunk_size": CHUNK, "log_decay": log_decay, **own, **options}
     plan = hla.explain(op, q, k, v, **options)
     assert plan.backend == "numpy"
-    form = options.get("form", "chunkwise")
-    if form == "chunkwise" and arrays.family(v) == "torch" and arrays.is_traced(v):
-        form = "scan"  # a loop over chunks would be unrolled
-    assert plan.form == form
+    assert plan.form == options.get("form", "chunkwise")
     return getattr(hla, op)(q, k, v, **options)
 
 
@@ -332,166 +320,6 @@ def test_jax_vjp_under_jit(jax: Any) -> None:
         _, want = judge(name, arrays, do)
         for label in NAMES:
             close(getattr(found, label), getattr(want, label), f"{name}: {label}")
-
-
-# PyTorch
-
-
-def tensors(torch: Any, arrays: Any, grad: bool = False) -> list[Any]:
-    return [torch.tensor(x, requires_grad=grad) for x in arrays]
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("form", FORMS)
-def test_torch_autograd(torch: Any, name: str, form: str) -> None:
-    """Through outputs and states, with respect to everything."""
-    *arrays, do = draw()
-    state = start(name)
-    (out, last), want = judge(name, arrays, do, initial_state=state)
-    inputs = tensors(torch, arrays, grad=True)
-    first = type(state)(*tensors(torch, state, grad=True))
-    found, final = call(name, *inputs, form=form, initial_state=first, return_state=True)
-    close(found.detach(), out, form)
-    total = (found * torch.tensor(do)).sum() + sum(
-        (x * torch.tensor(y)).sum() for x, y in zip(final, last, strict=True)
-    )
-    gradients = torch.autograd.grad(total, [*inputs, *first])
-    same({**dict(zip(NAMES, gradients, strict=False)), "initial_state": gradients[4:]}, want, f"{name}, {form}")
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_torch_gradients_reach_broadcast_states(torch: Any, name: str) -> None:
-    """Fields of a state that are expanded to the full batch keep their gradients."""
-    q, k, v, _, _ = draw(4)
-    small = tensors(torch, (q, k[:1, :1], v[:1, :1]), grad=True)
-    _, state = call(name, *small, return_state=True)
-    total = sum((x * x).sum() for x in state)
-    found = torch.autograd.grad(total, small, allow_unused=True)
-    op, own = OPERATORS[name]
-    (out, last), pull = hla.vjp(op, q, k[:1, :1], v[:1, :1], chunk_size=CHUNK, return_state=True, **own)
-    want = pull(np.zeros_like(out), type(last)(*(2 * x for x in last)))
-    for label, x in zip(NAMES, found, strict=False):
-        close(0 * getattr(want, label) if x is None else x, getattr(want, label), label)
-
-
-@forward_mode
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("linear_attention", {"form": "recurrent"}),
-        ("hla2", {"form": "chunkwise", "normalize": True, "eps": 3.0}),
-        ("hla2 prefix", {"form": "scan"}),
-        ("ahla", {"form": "scan", "scale": -0.7}),
-        ("hla3", {"form": "recurrent", "normalize": True, "eps": 3.0}),
-        ("order 4", {"form": "parallel"}),
-    ],
-)
-def test_torch_gradcheck(torch: Any, name: str, options: dict[str, Any]) -> None:
-    """First and second derivatives against differences, forward mode included."""
-    arrays = tensors(torch, draw(4, batch=(2,))[:4], grad=True)
-    options = {"chunk_size": 3, **options}
-    assert torch.autograd.gradcheck(lambda *xs: call(name, *xs, **options), arrays, check_forward_ad=True)
-    small = tensors(torch, draw(3, batch=())[:4], grad=True)
-    assert torch.autograd.gradgradcheck(lambda *xs: call(name, *xs, **options), small)
-
-
-@forward_mode
-@pytest.mark.parametrize("name", FEW)
-def test_torch_func(torch: Any, name: str) -> None:
-    """vmap, grad, vmap of grad, jacobians."""
-    q, k, v, log_decay, do = tensors(torch, draw())
-    whole = call(name, q, k, v, log_decay)
-    vmap, grad = torch.func.vmap, torch.func.grad
-    for form in FORMS:
-        close(vmap(vmap(lambda *xs: call(name, *xs, form=form)))(q, k, v, log_decay), whole, form)  # noqa: B023
-    shared = vmap(lambda a, c: call(name, a, k[0], c), in_dims=(0, 1), out_dims=1)(q, v.swapaxes(0, 1))
-    close(shared, call(name, q, k[:1], v).swapaxes(0, 1))
-
-    def loss(a: Any, b: Any, c: Any, g: Any, d: Any) -> Any:
-        return (call(name, a, b, c, g) * d).sum()
-
-    op, own = OPERATORS[name]
-    _, pull = hla.vjp(op, *draw()[:3], log_decay=draw()[3], chunk_size=CHUNK, **own)
-    want = pull(draw()[4])
-    for found in (
-        grad(loss, argnums=(0, 1, 2, 3))(q, k, v, log_decay, do),
-        vmap(vmap(grad(loss, argnums=(0, 1, 2, 3))))(q, k, v, log_decay, do),
-    ):
-        for label, x in zip(NAMES, found, strict=True):
-            close(x, getattr(want, label), label)
-    small = [x[0, 0, :4] for x in (q, k, v, log_decay)]
-    forward, reverse = (
-        j(lambda *xs: call(name, *xs, chunk_size=3))(*small) for j in (torch.func.jacfwd, torch.func.jacrev)
-    )
-    close(forward, reverse)
-
-
-def test_torch_vjp_under_func(torch: Any) -> None:
-    """hla.vjp inside vmap, where tensors have no values to look at."""
-    *arrays, do = draw()
-
-    def run(q: Any, k: Any, v: Any, g: Any, d: Any) -> Any:
-        _, pull = hla.vjp("hla2", q, k, v, log_decay=g, chunk_size=CHUNK, backend="numpy")
-        found = pull(d)
-        return found.q, found.k, found.v, found.log_decay
-
-    found = torch.func.vmap(run)(*tensors(torch, (*arrays, do)))
-    _, pull = hla.vjp("hla2", *arrays[:3], log_decay=arrays[3], chunk_size=CHUNK)
-    want = pull(do)
-    for label, x in zip(NAMES, found, strict=True):
-        close(x, getattr(want, label), label)
-
-
-def test_torch_states_and_steps(torch: Any) -> None:
-    """Gradients reach back through decoding; states are pytrees; nothing is kept where no gradient is wanted."""
-    q, k, v, log_decay, do = draw()
-    inputs = tensors(torch, (q, k, v, log_decay), grad=True)
-    state = hla.init_state("hla2", batch=(BATCH, HEADS), d=D, dv=DV, like=inputs[0])
-    leaves, structure = torch.utils._pytree.tree_flatten(state)
-    assert len(leaves) == len(state)
-    assert type(torch.utils._pytree.tree_unflatten(leaves, structure)) is type(state)
-    outs = []
-    for t in range(TOKENS):
-        out, state = hla.step(state, *(x[..., t, :] for x in inputs[:3]), log_decay=inputs[3][..., t], backend="numpy")
-        outs.append(out)
-    gradients = torch.autograd.grad((torch.stack(outs, -2) * torch.tensor(do)).sum(), inputs)
-    _, pull = hla.vjp("hla2", q, k, v, log_decay=log_decay, chunk_size=CHUNK)
-    want = pull(do)
-    for label, x in zip(NAMES, gradients, strict=True):
-        close(x, getattr(want, label), label)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            out, state = call("hla2", *inputs, return_state=True)
-        assert not any(x.requires_grad for x in (out, *state))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_torch_makes_no_float64(torch: Any, dtype: str) -> None:
-    """Unless an input is."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Watch(TorchDispatchMode):
-        """Sees every operation."""
-
-        seen = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = function(*args, **(kwargs or {}))
-            for x in torch.utils._pytree.tree_leaves(out):
-                if isinstance(x, torch.Tensor):
-                    assert x.dtype != torch.float64, function
-            Watch.seen += 1
-            return out
-
-    arrays = [torch.tensor(x, dtype=getattr(torch, dtype)) for x in draw()[:4]]
-    for name in OPERATORS:
-        for form in FORMS:
-            with Watch():
-                call(name, *arrays, form=form, normalize=True, scale=0.3, return_state=True)
-    with Watch():
-        _, pull = hla.vjp("hla2", *arrays[:3], decay=0.9, chunk_size=CHUNK, backend="numpy")
-        pull(arrays[2])
-    assert Watch.seen > 1000
 
 
 # Both, and NumPy

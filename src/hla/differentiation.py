@@ -140,11 +140,16 @@ def _decay_gradients(checked: Checked, options: Options, d: Array | None) -> tup
     given = options.decay
     total = xp.sum(d, axis=(-2, -1), dtype=d.dtype)
     if not arrays.is_array(given):
-        return xp.asarray(xp.sum(total, dtype=d.dtype) / given), None  # NumPy's sum is a scalar
+        return _as_array(xp, xp.sum(total, dtype=d.dtype) / given), None
     total = arrays.sum_to(xp, total, _padded(given.shape, total.ndim))
     total = xp.reshape(total, tuple(given.shape))
     gamma = arrays.cast(xp, arrays.convert_option(xp, given, checked.problem.v), d.dtype)
-    return _like(xp, xp.asarray(total / gamma), given), None
+    return _like(xp, _as_array(xp, total / gamma), given), None
+
+
+def _as_array(xp: Any, x: Any) -> Array:
+    """NumPy's sums are scalars. Others are left alone, as torch's asarray may take them out of their graph."""
+    return xp.asarray(x) if arrays.is_numpy(xp) else x
 
 
 def _padded(shape: Any, rank: int) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ def _run_known(problem: Problem, offsets: list[int], one: Runner) -> tuple[Array
     for start, single in zip(offsets, sequences(problem, offsets), strict=False):
         place = None if whole is None else whole[..., start : start + single.length, :]
         output, states = one(replace(single, out=place))
-        if output is not place:
+        if output is not place and (single.length or not problem.length):
             joined.put(start, output)
         finals.append(states)
     return joined.array(), {
