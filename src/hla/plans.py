@@ -115,7 +115,7 @@ def keep(key: Any, checked: Checked, backend: Backend, state: State, following: 
     problem = checked.problem
     plain = backend.step_namespaces is not None and not problem.scale_varies
     same = all(x.shape == y.shape and x.dtype == y.dtype for x, y in zip(state, following, strict=True))
-    if key is None or not plain or not same or given.get("token_mask") is not None:
+    if key is None or not plain or not same or given.get("token_mask") is not None or arrays.is_traced(problem.v):
         return
     assert backend.step_namespaces is not None
     keeping, overwriting = backend.step_namespaces(problem)

@@ -59,9 +59,9 @@ def init_state(
     fixed: tuple[tuple[str, Any], ...],
 ) -> State:
     """`hla.init_state` while a tracer watches; `batches` are those of the state and of its key-only field."""
-    how = repr((operator, order, (), fixed))
+    how = repr((operator, _known(order), (), tuple((name, _known(value)) for name, value in fixed)))
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    fields = _state_shapes(how, *(guard_scalar(n) for n in sizes))
+    fields = _state_shapes(how, *map(_known, sizes))
     zeros = [like.new_zeros((*batches[kind], *shape), dtype=dtype) for kind, shape in fields]
     return _STATES[_remember_state(how)](*zeros)
 
@@ -100,12 +100,13 @@ def _flatten(
             roles.append((name, None, 1))
             tensors.append(torch.as_tensor(value, device=inputs[2].device))
         else:
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                value = guard_scalar(value)  # a tracer may keep it open; this fixes it
-            fixed.append((name, value))
-    if order is not None:
-        order = guard_scalar(order)  # type: ignore[assignment]
-    return tensors, repr((operator, order, tuple(roles), tuple(fixed)))
+            fixed.append((name, _known(value)))
+    return tensors, repr((operator, _known(order), tuple(roles), tuple(fixed)))
+
+
+def _known(value: Any) -> Any:
+    """A number that a tracer may keep open, fixed."""
+    return guard_scalar(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 class _Call:
@@ -185,7 +186,7 @@ def _pull(tensors: list[Tensor], cotangents: list[Tensor], how: str) -> list[Ten
         d_state = to_arrays(state_type(problem.program.spec)(*cotangents[1:]))
     found = input_gradients(checked, options, backend, cotangents[0], d_state)
     made = zip(tensors, called.gradients_like(found), strict=True)
-    return [torch.empty_like(x) if d is None else d.contiguous().clone() for x, d in made]
+    return [torch.zeros_like(x) if d is None else d.contiguous().clone() for x, d in made]
 
 
 def _run_gradient(tensors: list[Tensor], cotangents: list[Tensor], how: str) -> list[Tensor]:
@@ -257,7 +258,7 @@ for _schema, _run, _fake, _derive in (
     ),
 ):
     _name: str = _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(_name, torch._dynamo.disable(_run), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     _library.impl(_name, _derive, "Autograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"hla::{_name}", _fake, lib=_library)
 
