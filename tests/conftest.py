@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,24 @@ def own_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         return found
 
     monkeypatch.setattr(selection, "resolve", resolve)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For the shared tests JAX compiles without most optimisations, three times as fast; tests/test_jax.py has them.
+
+    Programs are forgotten after each file: thousands of them fill the memory.
+    """
+    name = request.path.stem
+    if request.config.getoption("--arrays") != "jax" or name == "test_jax":
+        yield
+        return
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
 
 
 ONCE = ("concurrency", "cost", "errata", "imports", "memory", "public_api")

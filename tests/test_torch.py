@@ -245,9 +245,7 @@ def build(case: Case, tokens: int = 7) -> tuple[Any, list[Any]]:
 def test_gradients(case: Case) -> None:
     """Of every input through every result, forward mode and many cotangents at once included, against differences."""
     run, inputs = build(case)
-    # PyTorch's old vmap, which batches cotangents, cannot slice the whole of a tensor.
-    batched = case["packed"] != "cu_seqlens" and not (case["mask"] == "none" and case["form"] == "parallel")
-    assert torch.autograd.gradcheck(run, inputs, fast_mode=True, check_forward_ad=True, check_batched_grad=batched)
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True, check_forward_ad=True, check_batched_grad=True)
 
 
 @pytest.mark.parametrize("case", CASES[::2], ids=TIDS[::2])

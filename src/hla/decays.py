@@ -112,15 +112,13 @@ class Decay:
         span = self._log
         if not strict:
             return span
-        first = self._xp.zeros((*span.shape[:-2], 1, span.shape[-1]), dtype=self._dtype, **self._placed)
-        return self._xp.concat([first, span[..., :-1, :]], axis=-2)
+        return self._xp.concat([self._xp.zeros_like(span[..., :1, :]), span[..., :-1, :]], axis=-2)
 
     def _same_sequence(self, starts: Array) -> dict[bool, Array]:
         """What is visible, within one packed sequence."""
         xp = self._xp
         count = xp.cumulative_sum(xp.astype(starts, xp.int32), axis=-2, dtype=xp.int32)
-        before = xp.zeros((*count.shape[:-2], 1, 1), dtype=xp.int32, **self._placed)
-        same = count == xp.matrix_transpose(xp.concat([before, count], axis=-2))
+        same = count == xp.matrix_transpose(xp.concat([xp.zeros_like(count[..., :1, :]), count], axis=-2))
         return {strict: xp.logical_and(same, visible) for strict, visible in self._visible.items()}
 
     def _factors(self, power: int, strict: bool) -> Array:

@@ -52,7 +52,9 @@ def plain_form(problem: Problem) -> str:
 
 
 def _empty(problem: Problem) -> Array:
-    return problem.xp.zeros((*problem.output_batch(), 0, problem.v.shape[-1]), dtype=problem.v.dtype, **problem.placed)
+    """No tokens, made from those of the inputs: on a JAX mesh these know how it is spread."""
+    q, k, v = (arrays.cast(problem.xp, x, problem.dtype) for x in (problem.q, problem.k, problem.v))
+    return arrays.cast(problem.xp, q[..., :1] + k[..., :1] + v, problem.v.dtype)
 
 
 def pull(problem: Problem, d_output: Array, d_final: States | None) -> ProblemGradients:

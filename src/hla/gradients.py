@@ -109,10 +109,10 @@ def _entering(problem: Problem, step: int) -> Any:
 def _final_cotangents(problem: Problem, d_final: States | None) -> States:
     """Cotangents of all final states at the states' own shapes."""
     xp, result = problem.xp, {}
-    for symbol, shape in problem.shapes().state.items():
-        d = (d_final or {}).get(symbol)
+    for symbol, state in problem.initial_states().items():
+        d, shape = (d_final or {}).get(symbol), state.shape
         if d is None:
-            result[symbol] = xp.zeros(shape, dtype=problem.dtype, **problem.placed)
+            result[symbol] = xp.zeros_like(state)
         else:  # a finished state is its own, broadcast to the batch
             d = cast(xp, d, problem.dtype)
             own = (*(1,) * (d.ndim - len(shape)), *shape)

@@ -41,12 +41,19 @@ def fold(
         raise ValueError("fold needs at least one token")
     step = min(step, length)
     if loaded("jax") is not None and any(is_traced(x) and "jax" in type(x).__module__ for x in leaves([carry, tokens])):
+        if out is not None:
+            return _fold_cut(body, carry, tokens, length, step, out)
         return _fold_traced(xp, body, carry, tokens, length, step, reverse, notes)
     return _fold_eager(xp, body, carry, tokens, length, step, reverse, notes, out)
 
 
 def _slice(tokens: Tokens, start: int, stop: int) -> Tokens:
-    return {name: None if x is None else x[..., start:stop, :] for name, x in tokens.items()}
+    """The tokens of a piece; the arrays themselves where it is everything."""
+
+    def piece(x: Array) -> Array:
+        return x if start == 0 and stop == x.shape[-2] else x[..., start:stop, :]
+
+    return {name: None if x is None else piece(x) for name, x in tokens.items()}
 
 
 def _fold_eager(
@@ -137,20 +144,8 @@ def _fold_traced(
     tail_left: Any = None
     if tail and reverse:
         carry, tail_outputs, tail_left = body(carry, _slice(tokens, cut, length), tail_note)
-    if getattr(xp, "slices", False):
-
-        def sliced_body(state: Carry, piece: tuple[Array, Any]) -> tuple[Carry, tuple[Tokens, Any]]:
-            start = piece[0] * step
-            own = {
-                name: None if x is None else jax.lax.dynamic_slice_in_dim(x, start, step, x.ndim - 2)
-                for name, x in tokens.items()
-            }
-            return scan_body(state, (own, piece[1]))
-
-        counted = (sliced_body, (xp.arange(full), scan_notes))
-    else:
-        counted = (scan_body, ({name: None if x is None else stacked(x) for name, x in tokens.items()}, scan_notes))
-    carry, (scanned, left) = jax.lax.scan(counted[0], carry, counted[1], reverse=reverse)
+    pieces = {name: None if x is None else stacked(x) for name, x in tokens.items()}
+    carry, (scanned, left) = jax.lax.scan(scan_body, carry, (pieces, scan_notes), reverse=reverse)
     if tail and not reverse:
         carry, tail_outputs, tail_left = body(carry, _slice(tokens, cut, length), tail_note)
     outputs = {name: None if x is None else joined(x) for name, x in scanned.items()}
@@ -158,3 +153,31 @@ def _fold_traced(
         if x is not None:
             outputs[name] = xp.concat([outputs[name], x], axis=-2)
     return carry, outputs, (left, tail_left)
+
+
+def _fold_cut(
+    body: Body, carry: Carry, tokens: Tokens, length: int, step: int, out: Array
+) -> tuple[Carry, Tokens, Any]:
+    """As `_fold_traced`, for a body whose only output is "o" and where no derivative is taken: each piece is cut out of
+    the whole and its output put into `out`. So nothing but inputs and output has their length."""
+    import jax
+
+    def cut(start: Any, size: int) -> Tokens:
+        return {
+            name: None if x is None else jax.lax.dynamic_slice_in_dim(x, start, size, x.ndim - 2)
+            for name, x in tokens.items()
+        }
+
+    def put(out: Array, start: Any, found: Tokens) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(out, found["o"], start, out.ndim - 2)
+
+    def turn(i: Any, state: tuple[Carry, Array]) -> tuple[Carry, Array]:
+        carry, found, _ = body(state[0], cut(i * step, step), None)
+        return carry, put(state[1], i * step, found)
+
+    full = length // step
+    carry, out = jax.lax.fori_loop(0, full, turn, (carry, out))
+    if full * step < length:
+        carry, found, _ = body(carry, cut(full * step, length - full * step), None)
+        out = put(out, full * step, found)
+    return carry, {"o": out}, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hla.arrays import Array, Device, DType, Namespace, broadcast_shapes
+from hla.arrays import Array, Device, DType, Namespace, transpose
 from hla.chunkwise import chunk
 from hla.decays import Decays
 from hla.family import Program, Read, Spec, State
@@ -24,8 +24,10 @@ class Setting:
 
     def zeros(self, b: Array, c: Array) -> Array:
         """The zero state Σ b cᵀ, at the batch axes of both streams and of the boundaries."""
-        batch = broadcast_shapes(*(tuple(x.shape[:-2]) for x in (b, c, self.starts) if x is not None))
-        return self.xp.zeros((*batch, b.shape[-1], c.shape[-1]), dtype=self.dtype, **self.placed)
+        like = transpose(self.xp, b[..., :1, :]) * c[..., :1, :]  # on a JAX mesh also spread like them
+        if self.starts is not None:
+            like = self.xp.where(self.starts[..., :1, :], like, like)
+        return self.xp.zeros_like(like)
 
 
 def _program(strict: bool) -> Program:

@@ -46,7 +46,8 @@ class Problem:
     return_state: bool = False
     """whether the caller wants the final states; without it a backend may leave them out"""
     out: Array | None = None
-    """NumPy only: where the output may be written, so that it exists once; a form may return its own instead"""
+    """where the output may be written, so that it exists once; a form may return its own. For NumPy, and for JAX
+    where no derivative is taken"""
     form: str = "chunkwise"
     chunk_size: int | None = None
 
@@ -105,8 +106,10 @@ class Problem:
         """
         xp = self.xp
         result: States = {}
+        placed = getattr(xp, "zero_states", None)
+        zeros = None if placed is None or self.initial is not None else placed(self)
         for symbol, shape in self.shapes().state.items():
-            given = (self.initial or {}).get(symbol)
+            given = (self.initial or zeros or {}).get(symbol)
             if given is None:
                 result[symbol] = xp.zeros(shape, dtype=self.dtype, **self.placed)
             else:

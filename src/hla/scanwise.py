@@ -53,9 +53,7 @@ def _cut(problem: Problem, step: int) -> Problem:
         if x is None:
             return None
         if missing:
-            x = xp.concat(
-                [x, xp.zeros((*x.shape[:-2], missing, x.shape[-1]), dtype=x.dtype, **problem.placed)], axis=-2
-            )
+            x = xp.concat([x, xp.zeros_like(x[..., :missing, :])], axis=-2)
         return xp.reshape(x, (*x.shape[:-2], count, step, x.shape[-1]))
 
     mask, log_decay = problem.token_mask, problem.log_decay

@@ -77,8 +77,8 @@ def names_of(value: Any) -> Names:
 def set_backend(backend: str | Sequence[str] | None) -> None:
     """Choose the backend for the whole process; None or "auto" goes back to automatic.
 
-    The choice is part of the key of `jax.jit`'s cache, as that of `use_backend` is: a compiled function is traced again.
-    (Only HLA_BACKEND is not: change it before JAX compiles.)
+    The choice is part of the key of `jax.jit`'s cache, as that of `use_backend` is: compiled functions are traced
+    again. (HLA_BACKEND is not: change it before JAX compiles.)
 
     Args:
         backend: a name, or names in order of preference. A named backend runs or raises, it never falls back.

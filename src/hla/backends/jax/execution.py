@@ -1,22 +1,25 @@
 """How a problem runs on JAX arrays: as one program under `jax.jit`, also where it is called from within another.
 
 Derivatives are JAX's own, in every mode and order, through the plain operations of the core, whose loop over chunks
-recomputes its bodies (`hla.loops`). The rule below only says where they are taken: a faster loop that gives the same
-values runs where none is wanted. (A `custom_vjp` would forbid forward mode.)
+recomputes its bodies (`hla.loops`). The rule below only says where they are taken. Where none is wanted, another loop
+gives the same values: it cuts each chunk out of the whole and writes the output in place, a third faster and without
+memory that grows with T. Its derivative would add up arrays of the whole length at every step. (A `custom_vjp` would
+forbid forward mode.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from hla import forms
-from hla.backends.jax.namespace import DERIVED, VALUES, Namespace
+from hla.backends.jax.namespace import XP
 from hla.family import Program
 from hla.gradients import ProblemGradients
 from hla.problem import Problem, States
@@ -55,10 +58,10 @@ class _Static:
             problem.chunk_size,
         )
 
-    def problem(self, arrays: dict[str, Any], xp: Namespace) -> Problem:
+    def problem(self, arrays: dict[str, Any]) -> Problem:
         """The problem again, of these arrays."""
         return Problem(
-            xp=xp,
+            xp=XP,
             program=self.program,
             dtype=self.dtype,
             constant=self.constant,
@@ -85,11 +88,16 @@ def _arrays(problem: Problem) -> dict[str, Any]:
 @lru_cache(maxsize=1024)
 def _compiled_run(static: _Static) -> Callable[..., tuple[Array, States]]:
     def derived(arrays: dict[str, Any]) -> tuple[Array, States]:
-        return forms.run(static.problem(arrays, DERIVED))
+        return forms.run(static.problem(arrays))
 
     @jax.custom_jvp
     def hla_operator(arrays: dict[str, Any]) -> tuple[Array, States]:
-        return forms.run(static.problem(arrays, VALUES))
+        problem = static.problem(arrays)
+        on_mesh = any(not jax.typeof(x).sharding.mesh.empty for x in (problem.q, problem.k, problem.v))
+        if on_mesh or problem.cu_seqlens is not None:
+            return forms.run(problem)
+        shape = (*problem.output_batch(), problem.length, problem.v.shape[-1])
+        return forms.run(replace(problem, out=jnp.zeros(shape, problem.v.dtype)))
 
     @hla_operator.defjvp
     def rule(primals: tuple[Any], tangents: tuple[Any]) -> Any:
@@ -102,7 +110,7 @@ def _compiled_run(static: _Static) -> Callable[..., tuple[Array, States]]:
 @lru_cache(maxsize=1024)
 def _compiled_pull(static: _Static) -> Callable[..., ProblemGradients]:
     def hla_gradient(arrays: dict[str, Any], d_output: Array, d_final: States | None) -> ProblemGradients:
-        return forms.pull(static.problem(arrays, DERIVED), d_output, d_final)
+        return forms.pull(static.problem(arrays), d_output, d_final)
 
     compiled: Callable[..., ProblemGradients] = jax.jit(hla_gradient)
     return compiled

@@ -10,16 +10,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import Precision
 
+from hla.chunkwise import token_arrays
+from hla.problem import Problem, States
+from hla.recurrent import advance
+
 
 class Namespace:
     """jax.numpy, but for products and scans."""
 
     __name__ = "jax"
-
-    def __init__(self, slices: bool) -> None:
-        """`slices`: loops cut each piece out of the whole as they go. A third faster than to lay all pieces out first,
-        but the derivative of a cut is an array of the whole length, added up at every step."""
-        self.slices = slices
 
     def __getattr__(self, name: str) -> Any:
         return getattr(jnp, name)
@@ -29,6 +28,25 @@ class Namespace:
         """In the precision of the inputs: by default accelerators would round float32 to fewer bits. An object, not its
         name: names are resolved differently on GPUs."""
         return jnp.matmul(x, y, precision=Precision.HIGHEST)
+
+    @staticmethod
+    def zero_states(problem: Problem) -> States | None:
+        """States before the first token, sharded as those after a token; None where no mesh is in sight.
+
+        On a mesh of explicit axes, and within `jax.shard_map`, how an array is spread is part of its type, and what a
+        scan carries keeps its type. XLA drops the token, which is made of all, as there may be none.
+        """
+        if all(jax.typeof(x).sharding.mesh.empty for x in (problem.q, problem.k, problem.v)):
+            return None
+        token = {
+            name: None if x is None else jnp.sum(x, axis=-2, dtype=x.dtype, keepdims=True)
+            for name, x in token_arrays(problem).items()
+        }
+        sizes = problem.shapes().state
+        states = {symbol: jnp.zeros(shape[-2:], problem.dtype) for symbol, shape in sizes.items()}
+        for _ in range(2 if any(read.strict for read in problem.program.reads) else 1):  # these read what was before
+            states = {symbol: jnp.zeros_like(x) for symbol, x in advance(problem, states, token)[0].items()}
+        return states
 
     @staticmethod
     def associative_scan(op: Callable[[Any, Any], Any], elements: dict[str, Array], axis: int) -> dict[str, Array]:
@@ -42,5 +60,4 @@ class Namespace:
         return {name: jnp.reshape(x, elements[name].shape) for name, x in scanned.items()}
 
 
-DERIVED, VALUES = Namespace(slices=False), Namespace(slices=True)
-"""where derivatives are taken, and where only values are wanted"""
+XP = Namespace()
