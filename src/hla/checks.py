@@ -190,7 +190,7 @@ def _check_plain_options(options: Options) -> None:
 def _check_axis(axis: Any, *inputs: Array) -> int:
     if not arrays.is_integer(axis):
         raise OptionError(message("axis", "an integer", repr(axis), "Pass the time axis, e.g. -2 or -3."))
-    rank = min(x.ndim for x in inputs)
+    rank, given = min(x.ndim for x in inputs), axis
     if axis >= 0:
         if any(x.ndim != rank for x in inputs):
             raise OptionError(
@@ -200,7 +200,7 @@ def _check_axis(axis: Any, *inputs: Array) -> int:
     if not -rank <= axis <= -2:
         raise OptionError(
             message(
-                "axis", f"an axis from {-rank} to -2 (the last axis holds features)", repr(axis), "Move the time axis."
+                "axis", f"an axis from {-rank} to -2 (the last axis holds features)", repr(given), "Move the time axis."
             )
         )
     return int(axis)

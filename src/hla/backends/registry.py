@@ -305,11 +305,11 @@ def get(name: str) -> Backend:
     return found
 
 
-def unknown(name: Any) -> UnknownBackendError:
-    """The error for a name that is not registered."""
+def unknown(name: Any, argument: str = "backend") -> UnknownBackendError:
+    """The error for a name that is not registered; `argument` is where it was given."""
     import difflib
 
     names = sorted(registered())
     close = difflib.get_close_matches(str(name), [*names, "auto"], n=1)
     hint = f"Did you mean {close[0]!r}?" if close else "Register it with hla.register_backend, or choose one of these."
-    return UnknownBackendError(message("backend", f"one of {', '.join([*names, 'auto'])}", repr(name), hint))
+    return UnknownBackendError(message(argument, f"one of {', '.join([*names, 'auto'])}", repr(name), hint))

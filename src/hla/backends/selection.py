@@ -55,8 +55,8 @@ class Plan:
         return "\n".join(lines)
 
 
-def names_of(value: Any) -> Names:
-    """A selection as names: "auto" and None are the empty selection."""
+def names_of(value: Any, argument: str = "backend") -> Names:
+    """A selection as names: "auto" and None are the empty selection; `argument` is where it was given."""
     if value is None:
         return ()
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else (value,)
@@ -66,7 +66,7 @@ def names_of(value: Any) -> Names:
         raise OptionError(message("backend", '"auto" alone, or names', f"{names}", "Drop one or the other."))
     for name in names:
         if not isinstance(name, str) or name not in _registry.registered():
-            raise _registry.unknown(name)
+            raise _registry.unknown(name, argument)
     if not names:
         raise OptionError(
             message("backend", "a name or a list of names", "an empty list", 'Pass "auto" for automatic.')
@@ -196,7 +196,7 @@ def _selected(argument: Any) -> tuple[Names, str]:
         return _global, "global"
     value = os.environ.get(ENVIRONMENT, "").strip()
     if value:
-        names = names_of(tuple(name.strip() for name in value.split(",")))
+        names = names_of(tuple(name.strip() for name in value.split(",")), f"backend from {ENVIRONMENT}")
         return names, "env" if names else "auto"
     return (), "auto"
 
