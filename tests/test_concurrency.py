@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import hla
-from hla import backends
+from hla import backends, streaming
 from hla.backends import Backend, BackendSpec, Verdict
 
 TOKENS, D, DV = 11, 5, 7
@@ -93,6 +93,26 @@ def test_threads_with_choices_of_their_own(recorders: list[Recorder]) -> None:
     threads = start_together([lambda i=i: work(i) for i in range(WORKERS)])
     for recorder, thread in zip(recorders, threads, strict=True):
         assert recorder.threads == [thread] * ROUNDS
+
+
+def test_a_choice_made_while_a_step_is_checked(recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of a step's checks is kept for the choice they were made under, not for one that came between."""
+    q, k, v = inputs(0)
+    state = hla.init_state("hla2", batch=(), d=D, dv=DV, like=q)
+    recorder, check = recorders[0], streaming.check_call
+
+    def interrupted(*args: Any) -> Any:
+        hla.set_backend("numpy")
+        return check(*args)
+
+    hla.set_backend(recorder.name)
+    monkeypatch.setattr(streaming, "check_call", interrupted)
+    hla.step(state, q[0], k[0], v[0])
+    assert len(recorder.threads) == 1
+    for count in (2, 3):
+        hla.set_backend(recorder.name)
+        hla.step(state, q[0], k[0], v[0])
+        assert len(recorder.threads) == count
 
 
 def test_tasks_with_choices_of_their_own(recorders: list[Recorder]) -> None:

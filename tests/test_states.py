@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -496,6 +497,51 @@ def test_in_place_is_all_or_nothing(lib: Library) -> None:
         with pytest.raises(hla.OptionError, match=r"^inplace: expected writable arrays, got a read-only corrected_sta"):
             hla.step(frozen, *token, inplace=True)
         assert not any(x.any() for x in frozen)
+
+
+@pytest.mark.parametrize("operator", ["linear_attention", "hla2", "ahla", "hla3"])
+@pytest.mark.parametrize("decay", [0.9, Fraction(9, 10), None, "()", "(H,)"])
+def test_repeated_steps(lib: Library, operator: str, decay: Any) -> None:
+    """From the second one on a step's checks are not repeated; what it computes is the same, in place or not."""
+    q, k, v = inputs(lib)
+    options = {} if decay is None else {"decay": decay}
+    if isinstance(decay, str):
+        options["decay"] = lib.asarray(np.asarray(0.9) if decay == "()" else np.linspace(0.5, 0.9, HEADS))
+    whole, _ = getattr(hla, operator)(q, k, v, return_state=True, **options)
+    for inplace in (False,) if lib.name == "jax" else (False, True):
+        state = hla.init_state(operator, batch=(HEADS,), d=D, dv=DV, like=q)
+        for t in range(5):
+            o, state = hla.step(state, q[:, t, :], k[:, t, :], v[:, t, :], inplace=inplace, **options)
+            np.testing.assert_allclose(lib.numpy(o), lib.numpy(whole[:, t, :]), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["read-only", "broadcast", "leaf", "inference"])
+def test_in_place_is_all_or_nothing_in_repeated_steps(lib: Library, kind: str) -> None:
+    if lib.name != ("numpy" if kind == "read-only" else "torch"):
+        pytest.skip("another library's")
+    q, k, v = inputs(lib)
+    token = [x[:, 0, :] for x in (q, k, v)]
+    state = hla.init_state("hla2", batch=(HEADS,), d=D, dv=DV, like=q)
+    for _ in range(3):
+        hla.step(state, *token, decay=0.9, inplace=True)
+    bad = state.corrected_state
+    if kind == "read-only":
+        bad = bad.copy()
+        bad.flags.writeable = False
+    elif kind == "broadcast":
+        bad = bad[:1].expand(bad.shape)
+    elif kind == "leaf":
+        bad = bad.clone().requires_grad_()
+    else:
+        with lib.module.inference_mode():
+            bad = bad.clone()
+    fixed = state._replace(corrected_state=bad)
+    before = [lib.numpy(x).copy() for x in fixed]
+    for _ in range(2):
+        with pytest.raises(hla.OptionError, match=rf"^inplace: expected writable arrays, got an? {kind} "):
+            hla.step(fixed, *token, decay=0.9, inplace=True)
+    for x, y in zip(fixed, before, strict=True):
+        np.testing.assert_array_equal(lib.numpy(x), y)
 
 
 @pytest.mark.parametrize("value", [1, 0, None, "yes"])

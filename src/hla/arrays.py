@@ -197,6 +197,21 @@ def writable(xp: Namespace) -> bool:
     return is_numpy(xp) or getattr(xp, "eager", False)
 
 
+def unwritable(x: Array) -> str:
+    """What keeps a caller's mutable array from being written to, with an article; "" for nothing."""
+    library = family(x)
+    if library == "numpy":
+        return "" if x.flags.writeable else "a read-only"
+    if library != "torch" or is_traced(x):
+        return ""
+    torch = sys.modules["torch"]
+    if any(step == 0 and n > 1 for n, step in zip(x.shape, x.stride(), strict=True)):
+        return "a broadcast"
+    if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+        return "a leaf"
+    return "an inference" if x.is_inference() and not torch.is_inference_mode_enabled() else ""
+
+
 def values_at_hand(xp: Namespace, x: Array) -> bool:
     """Whether looking at a value of `x` costs next to nothing: no device to wait for, no transformation to break."""
     return is_numpy(xp) or (getattr(xp, "eager", False) and x.device.type == "cpu")
@@ -266,7 +281,7 @@ def add_outer(xp: Namespace, x: Array, y: Array, z: Array, *, spare: bool) -> Ar
     return z + x * y if fused is None else fused(x, y, z, spare)
 
 
-def scaled(xp: Namespace, x: Array, factor: Array) -> Array:
+def scaled(xp: Namespace, x: Array, factor: Array | float) -> Array:
     """x · factor. x is a temporary of the caller, which may be overwritten."""
     inplace = getattr(xp, "scaled", None)
     return x * factor if inplace is None else inplace(x, factor)

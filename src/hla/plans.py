@@ -92,6 +92,8 @@ def _signature(state: State, q_t: Array, k_t: Array, v_t: Array, given: dict[str
         parts += (type(x), x.shape, x.dtype)
         if library == "torch":
             parts += (x.device, x.requires_grad)
+    if given.get("inplace") is True and any(map(arrays.unwritable, state)):
+        return None
     for name, value in given.items():
         if hasattr(value, "shape"):
             if name not in ("decay", "log_decay") or library != "torch" or arrays.family(value) != "torch":
@@ -108,6 +110,11 @@ def find(key: Any) -> Plan | None:
         return None if key is None else _plans.get(key)
     except TypeError:  # an option that has no hash: an error, which the checks will explain
         return None
+
+
+def chosen(key: Any, argument: Any) -> Any:
+    """The selection that a key holds: the one in force may have changed since, in another thread."""
+    return argument if key is None else key[1][0] or "auto"
 
 
 def keep(key: Any, checked: Checked, backend: Backend, state: State, following: State, given: dict[str, Any]) -> None:
@@ -132,7 +139,7 @@ def keep(key: Any, checked: Checked, backend: Backend, state: State, following: 
         keeping is not overwriting
         and not any(read.strict for read in program.reads)
         and not any(getattr(x, "requires_grad", False) for x in (problem.q, problem.k, problem.v, *state)),
-        float(number) if isinstance(number, (int, float)) else None,
+        float(number) if number is not None and arrays.is_number(number) else None,
         float(problem.scale),
         problem.eps,
         problem.ridge,

@@ -83,7 +83,7 @@ def take_step(state: State, q_t: Array, k_t: Array, v_t: Array, given: dict[str,
     spec = state.spec
     read = Options(**options, initial_state=state, return_state=True)
     checked = check_call(spec.operator, q, k, v, read, spec.order or None)
-    backend = selection.resolve(selection.call_of(checked.problem, checked.form), read.backend)
+    backend = selection.resolve(selection.call_of(checked.problem, checked.form), plans.chosen(key, read.backend))
     output, following = execute(checked, read, backend)
     output = output[..., 0, :]
     if inplace:
@@ -116,7 +116,8 @@ def _write(state: State, following: State) -> None:
                 message("inplace", f"{field} of shape {new.shape}, {new.dtype}", f"{old.shape}, {old.dtype}",
                         "Take the returned state, or make it with init_state at the full batch shape.")
             )  # fmt: skip
-        if arrays.family(old) == "numpy" and not old.flags.writeable:
-            raise OptionError(message("inplace", "writable arrays", f"a read-only {field}", "Copy the state first."))
+        fault = arrays.unwritable(old)
+        if fault:
+            raise OptionError(message("inplace", "writable arrays", f"{fault} {field}", "Copy the state first."))
     for old, new in zip(state, following, strict=True):
         old[...] = new

@@ -47,9 +47,9 @@ class Namespace:
             return z.addcmul_(x, y)
         return torch.addcmul(z, x, y)
 
-    def scaled(self, x: Tensor, factor: Tensor) -> Tensor:
+    def scaled(self, x: Tensor, factor: Tensor | float) -> Tensor:
         """x · factor; eager, into x."""
-        return x.mul_(factor) if self.eager and _covers(x, factor) else x * factor
+        return x.mul_(factor) if self.eager and (isinstance(factor, float) or _covers(x, factor)) else x * factor
 
     @staticmethod
     def ones_like(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
