@@ -254,6 +254,26 @@ def test_second_derivatives(case: Case) -> None:
     assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
 
 
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        (4, {"cu_seqlens": np.asarray([0, 4])}),
+        (4, {"cu_seqlens": np.asarray([0, 0, 4]), "mask": "none"}),
+        (0, {"cu_seqlens": np.asarray([0, 0])}),
+        (1, {"segment_ids": np.asarray([1]), "mask": "none"}),
+    ],
+)
+def test_many_cotangents_where_a_sequence_is_all_there_is(length: int, options: dict[str, Any]) -> None:
+    """A slice of everything is a view for which torch's batched gradients have no rule."""
+    leaf = tensors(draw(length)[:3], grad=True)
+    o = hla.hla2(*leaf, **options)
+    many = torch.stack([torch.ones_like(o), o.detach()])
+    found = torch.autograd.grad(o, leaf, many, is_grads_batched=True, retain_graph=True)
+    for i, cotangent in enumerate(many):
+        for x, y in zip(found, torch.autograd.grad(o, leaf, cotangent, retain_graph=True), strict=True):
+            torch.testing.assert_close(x[i], y)
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_entry_of_the_jacobian(name: str) -> None:
     """The checks above look at random directions; this one at each entry."""

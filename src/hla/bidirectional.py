@@ -82,7 +82,7 @@ def packed_setting(problem: Problem) -> Setting:
 def whole(setting: Setting, a: Array, b: Array, c: Array) -> Array:
     """a_tᵀ Σ b_j c_jᵀ over all j of t's packed sequence: those up to t, and, backwards in time, those after it."""
     xp = setting.xp
-    if setting.starts is None:
+    if setting.starts is None or a.shape[-2] == 1:
         return xp.matmul(a, xp.matmul(transpose(xp, b), c))
     up_to = forward(setting, a, b, c)
     strict = replace(setting, strict=True)

@@ -33,7 +33,7 @@ def sequences(problem: Problem, offsets: list[int]) -> list[Problem]:
     for n, (start, stop) in enumerate(pairwise(offsets)):
 
         def cut(x: Any, start: int = start, stop: int = stop) -> Any:
-            return None if x is None else x[..., start:stop, :]
+            return None if x is None else _cut(x, start, stop)
 
         result.append(
             replace(
@@ -48,6 +48,11 @@ def sequences(problem: Problem, offsets: list[int]) -> list[Problem]:
             )
         )
     return result
+
+
+def _cut(x: Array, start: int, stop: int) -> Array:
+    """The tokens from start to stop; the array itself where these are all, as torch's batched gradients need it."""
+    return x if start == 0 and stop == x.shape[-2] else x[..., start:stop, :]
 
 
 def _run_known(problem: Problem, offsets: list[int], one: Runner) -> tuple[Array, States]:
@@ -142,7 +147,7 @@ def pull(problem: Problem, d_output: Array, d_final: States | None, one: Any) ->
     found = [
         one(
             single,
-            d_output[..., start:stop, :],
+            _cut(d_output, start, stop),
             None if d_final is None else {s: x[n, ...] for s, x in d_final.items()},
         )
         for n, (single, start, stop) in enumerate(zip(sequences(problem, offsets), offsets, offsets[1:], strict=False))
