@@ -267,6 +267,20 @@ def test_packed_states_keep_the_heads_of_the_keys(lib: Any) -> None:
 
 
 @named
+@pytest.mark.parametrize("wide", ["q", "k", "v"])
+def test_grouped_heads_with_an_empty_sequence_in_a_scan(lib: Any, name: str, wide: str) -> None:
+    """A scan widens the batch axes of its states, an empty sequence has nothing to scan."""
+    op, own = OPERATORS[name]
+    q, k, v = (lib.asarray(x if letter == wide else x[:, :1]) for letter, x in zip("qkv", draw(10), strict=True))
+    options = {**own, "normalize": True, "return_state": True, "cu_seqlens": np.asarray((0, 0, 5, 10))}
+    o, state = getattr(hla, op)(q, k, v, form="scan", chunk_size=CHUNK, **options)
+    expected, states = getattr(hla, op)(q, k, v, form="chunkwise", chunk_size=CHUNK, **options)
+    np.testing.assert_allclose(lib.numpy(o), lib.numpy(expected), rtol=1e-6, atol=1e-9)
+    for x, y in zip(state, states, strict=True):
+        np.testing.assert_allclose(lib.numpy(x), lib.numpy(y), rtol=1e-9, atol=1e-9)
+
+
+@named
 @pytest.mark.parametrize("form", FORMS)
 def test_padding_does_not_matter(lib: Any, name: str, form: str) -> None:
     """Tokens under the mask, to the left, to the right or between, whatever they hold: as if they were not there."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from hla.arrays import Array, Namespace, is_numpy
+from hla.arrays import Array, Namespace, broadcast_shapes, is_numpy
 from hla.errors import OptionError, message
 from hla.gradients import ProblemGradients
 from hla.loops import Joined
@@ -72,8 +72,14 @@ def _run_known(problem: Problem, offsets: list[int], one: Runner) -> tuple[Array
             joined.put(start, output)
         finals.append(states)
     return joined.array(), {
-        s: xp.stack([_with_batch_rank(xp, states[s], rank) for states in finals], axis=0) for s in finals[0]
+        s: _stacked(xp, [_with_batch_rank(xp, states[s], rank) for states in finals]) for s in finals[0]
     }
+
+
+def _stacked(xp: Namespace, found: list[Array]) -> Array:
+    """A state's arrays along a new axis N; a scan has widened its states' batch axes, an empty sequence has not."""
+    shape = broadcast_shapes(*(tuple(x.shape) for x in found))
+    return xp.stack([x if tuple(x.shape) == shape else xp.broadcast_to(x, shape) for x in found], axis=0)
 
 
 def _with_batch_rank(xp: Namespace, x: Array, rank: int) -> Array:
