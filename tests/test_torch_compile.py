@@ -236,6 +236,21 @@ def test_offsets_are_read_when_the_program_runs() -> None:
         program(torch.tensor([0, 9, 5, 17]))
 
 
+def test_a_state_for_every_sequence_goes_in_and_out() -> None:
+    q, k, v = draw(grad=True)[:3]
+    offsets = torch.tensor([0, 2, 2, TOKENS])
+    zeros = hla.init_state("hla2", batch=(3, HEADS), d=D, dv=DV, like=q)
+    leaves = [q, k, v, *(torch.rand_like(x).requires_grad_() for x in zeros)]
+
+    def run(q: Any, k: Any, v: Any, *fields: Any) -> Any:
+        start = type(zeros)(*fields)
+        out, state = hla.hla2(q, k, v, decay=0.9, cu_seqlens=offsets, initial_state=start, return_state=True)
+        return (out, *state)
+
+    close(compiled(run)(*leaves), run(*leaves))
+    close(pulled(compiled(run), leaves), pulled(run, leaves))
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 def test_host_options() -> None:
     """NumPy arrays and numbers inside the program."""

@@ -170,7 +170,7 @@ def _fake_operator(tensors: list[Tensor], how: str) -> list[Tensor]:
     if not checked.return_state:
         return [output]
     final = {s: problem.v.new_empty(shape, dtype=problem.dtype) for s, shape in problem.shapes().state.items()}
-    if problem.cu_seqlens is not None:
+    if problem.cu_seqlens is not None and problem.initial is None:  # initial states have the axis N already
         rank, count = len(checked.batch) + 2, len(problem.cu_seqlens) - 1
         final = {s: x.expand(count, *(1,) * (rank - x.ndim), *x.shape) for s, x in final.items()}
     return _fields((output, ops.finish_states(checked, final)))
