@@ -770,3 +770,17 @@ def test_pull_of_two_libraries(lib: Library) -> None:
     _, pull = hla.vjp("hla2", q, k, v)
     with pytest.raises(hla.MixedArrayError, match=r"^do: expected an array of the same library as o "):
         pull(np.ones((TOKENS, DV)))
+
+
+def test_no_tokens_no_aliases(lib: Library) -> None:
+    """On no tokens the initial state's gradient is the final one's cotangent, in arrays of its own."""
+    q, k, v = (lib.asarray(np.ones((0, n))) for n in (5, 5, 7))
+    state = hla.init_state("hla2", batch=(), d=5, dv=7, like=q)
+    _, pull = hla.vjp("hla2", q, k, v, initial_state=state, return_state=True)
+    d_state = type(state)(*(x + 2.0 for x in state))
+    found = pull(lib.asarray(np.ones((0, 7))), d_state).initial_state
+    for x, d in zip(found, d_state, strict=True):
+        assert x is not d
+        np.testing.assert_array_equal(lib.numpy(x), 2.0)
+        if lib.name in ("numpy", "torch"):
+            assert not np.shares_memory(lib.numpy(x), lib.numpy(d))

@@ -483,6 +483,18 @@ def test_func_inside(name: str, what: str) -> None:
     assert all(x.any() for x in ([want] if isinstance(want, torch.Tensor) else want))
 
 
+def test_func_inside_with_open_lengths() -> None:
+    """A second length makes T a symbol, also where it is less than a chunk."""
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return torch.func.grad(lambda q: hla.hla2(q, k, v, decay=0.9).sum())(q)
+
+    program = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for length in (5, 7, 11):
+        q, k, v = draw(length)[:3]
+        close(program(q, k, v), run(q, k, v))
+
+
 def test_func_inside_is_not_unrolled() -> None:
     """Eight times the chunks: three more levels of the scan, not eight times the program."""
     sizes = []

@@ -207,15 +207,15 @@ def _pull_whole(problem: Problem, d_output: Array) -> ProblemGradients:
 
 def pull_empty(problem: Problem, d_final: States | None) -> ProblemGradients:
     """The gradient of a call on no tokens: the final state is the initial one."""
-    xp, given = problem.xp, problem.initial or {}
+    xp, given, d_final = problem.xp, problem.initial or {}, d_final or {}
     return ProblemGradients(
         xp.zeros_like(problem.q),
         xp.zeros_like(problem.k),
         xp.zeros_like(problem.v),
         None if problem.log_decay is None else xp.zeros_like(problem.log_decay),
         {
-            symbol: sum_to(xp, (d_final or {})[symbol], x.shape) if symbol in (d_final or {}) else xp.zeros_like(x)
-            for symbol, x in given.items()
+            symbol: sum_to(xp, d_final[symbol], x.shape) + 0.0 if symbol in d_final else xp.zeros_like(x)
+            for symbol, x in given.items()  # a sum, as the caller keeps the cotangent
         },
         xp.zeros((), dtype=problem.dtype, **problem.placed) if problem.scale_varies else None,
     )

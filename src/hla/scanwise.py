@@ -24,7 +24,7 @@ from hla.scan import associative_scan
 def run(problem: Problem) -> tuple[Array, States]:
     """The output (*batch, T, dv) and the final states."""
     xp = problem.xp
-    step = min(problem.chunk_size or default_chunk(problem), problem.length)
+    step = int(min(problem.chunk_size or default_chunk(problem), problem.length))  # no symbol of a tracer: a key below
     cut = _cut(problem, step)
     tokens = token_arrays(cut)
     decays = Decays.of(cut)
