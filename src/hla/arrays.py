@@ -287,6 +287,12 @@ def scaled(xp: Namespace, x: Array, factor: Array | float) -> Array:
     return x * factor if inplace is None else inplace(x, factor)
 
 
+def fleeting(xp: Namespace, x: Array, factor: Array, slot: str) -> Array:
+    """x · factor, for use within one chunk: the next such product for the same slot may take its memory."""
+    reused = getattr(xp, "fleeting", None)
+    return x * factor if reused is None else reused(x, factor, slot)
+
+
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The common shape by the Array API's broadcasting rules; ValueError where there is none."""
     rank = max([0, *[len(s) for s in shapes]])

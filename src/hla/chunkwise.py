@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from hla.arrays import Array, Namespace, is_numpy, multiply_add, scaled, transpose, writable
+from hla.arrays import Array, Namespace, fleeting, is_numpy, multiply_add, scaled, transpose, writable
 from hla.decays import Decay, Decays
 from hla.family import Program, steps
 from hla.loops import Tokens, fold
@@ -167,7 +167,7 @@ def accumulate(xp: Namespace, decay: Decay, state: Array, key: Array, value: Arr
             value = xp.where(out == 0, xp.zeros_like(value), value)
             key = xp.where(out == 0, xp.zeros_like(key), key * out)
         else:
-            key = key * out
+            key = fleeting(xp, key, out, "key")
     if through is None:
         return multiply_add(xp, transpose(xp, key), value, state, spare=spare)
     if decay.resets:

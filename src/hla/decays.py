@@ -12,7 +12,7 @@ would see, and no NaN in a log-decay may jump over them.
 
 from __future__ import annotations
 
-from hla.arrays import Array, Device, DType, Namespace, scaled, values_at_hand
+from hla.arrays import Array, Device, DType, Namespace, fleeting, scaled, values_at_hand
 from hla.problem import Problem
 
 _RESET = -1.0e4
@@ -27,8 +27,7 @@ class Decays:
     def __init__(self, xp: Namespace, dtype: DType, placed: dict[str, Device], constant: Array | None) -> None:
         self.xp, self.dtype, self.placed = xp, dtype, placed
         self._constant = constant
-        self._grids: dict[int, tuple[Array, Array, dict[bool, Array]]] = {}
-        self._triangles: dict[tuple[int, bool | None], Array] = {}
+        self._triangles: dict[tuple[int, bool], Array] = {}
         self._memo: dict[int, Decay] = {}
 
     @classmethod
@@ -46,24 +45,8 @@ class Decays:
             return Decay(self, length, self._constant, True, starts)
         return Decay(self, length, log_decay, False, starts)
 
-    def grid(self, length: int) -> tuple[Array, Array, dict[bool, Array]]:
-        """Row t and column j (from −1) of D, and which columns a read and a strict read may see."""
-        if length not in self._grids:
-            row = self.xp.arange(length, **self.placed)[:, None]
-            column = self.xp.arange(-1, length, **self.placed)[None, :]
-            self._grids[length] = row, column, {False: column <= row, True: column < row}
-        return self._grids[length]
-
-    def between(self, length: int) -> Array:
-        """Ones where s > j, for tokens s and columns j from −1, (C, C + 1)."""
-        found = self._triangles.get((length, None))
-        if found is None:
-            row, column, _ = self.grid(length)
-            found = self._triangles[length, None] = self.xp.astype(row > column, self.dtype)
-        return found
-
     def triangle(self, length: int, strict: bool = False) -> Array:
-        """Ones below, and unless strict on, the diagonal, (C, C): times it, a column becomes its running sum."""
+        """Ones below, and unless strict on, the diagonal, (C, C): what a read sees. Times it, a column is summed up."""
         found = self._triangles.get((length, strict))
         if found is None:
             row, column = self.xp.arange(length, **self.placed)[:, None], self.xp.arange(length, **self.placed)[None, :]
@@ -73,105 +56,118 @@ class Decays:
 
 
 class Decay:
-    """The factors of one chunk of `length` tokens."""
+    """The factors of one chunk of `length` tokens. Column −1 of D is kept apart: a square of C × C is what is fast."""
 
     def __init__(self, of: Decays, length: int, log_decay: Array | None, constant: bool, starts: Array | None) -> None:
-        self._xp, self._dtype, self._placed = of.xp, of.dtype, of.placed
+        self._xp, self._of, self._length = of.xp, of, length
         self.trivial = log_decay is None and starts is None
         self.resets = starts is not None or (log_decay is not None and not constant)
         """whether a factor can be exactly 0, so that sums must select instead of multiplying by it"""
         self._memo: dict[tuple[str, int, bool], Array] = {}
-        row, column, self._visible = of.grid(length)
-        self._packed, self._lasting = starts is not None, self.trivial or (constant and starts is None)
-        if log_decay is not None:
-            self._log = self._spans(log_decay, constant, row, column, of)
-            if self.resets and starts is None and values_at_hand(self._xp, log_decay):
-                # D's least entry is the chunk's whole span. Selecting costs more than this look.
-                span = self._log[..., -1, 0]
-                self.resets = not bool(self._xp.all(3 * span > _SAFE))
-        if starts is not None:
-            self._visible = self._same_sequence(starts)
         self._has_log = log_decay is not None
+        self._sequence = None if starts is None else self._sequences(starts)
+        self._given, self._is_constant, self._fleets = log_decay, constant, False
+        self._spans: tuple[Array, Array] | None = None
+        if log_decay is None:
+            return
+        if self.resets and starts is None and values_at_hand(self._xp, log_decay):
+            # D's least entry is the chunk's whole span. Selecting costs more than this look.
+            span = self._xp.sum(log_decay, axis=-2, dtype=of.dtype)
+            self.resets = not bool(self._xp.all(3 * span > _SAFE))
+            quick = getattr(self._xp, "forgetting", None)
+            if quick is not None and not self.resets:
+                made = quick(log_decay, of.triangle(length), of.triangle(length, strict=True))
+                self._memo["pairs", 1, False], self._memo["into", 1, False] = made
+                self._fleets = True
 
-    def _spans(self, log_decay: Array, constant: bool, row: Array, column: Array, of: Decays) -> Array:
-        """D."""
-        xp = self._xp
-        if constant:
-            return xp.astype(xp.where(row > column, row - column, xp.zeros_like(row)), self._dtype) * log_decay
-        floor = xp.asarray(_RESET, dtype=self._dtype, **self._placed)
+    def _log(self, part: int, strict: bool) -> Array:
+        """D over the tokens of the chunk, (*b, C, C), 0 where j > t (part 0), or its column −1, (*b, C, 1) (part 1)."""
+        if self._spans is None:
+            self._spans = self._constant(self._given) if self._is_constant else self._per_token(self._given)
+        return self._before(self._spans[part]) if strict else self._spans[part]
+
+    def _constant(self, log_decay: Array) -> tuple[Array, Array]:
+        xp, of = self._xp, self._of
+        time = xp.arange(self._length, **of.placed)[:, None]
+        ages = xp.astype(time - time[:, 0], of.dtype) * of.triangle(self._length)
+        return ages * log_decay, xp.astype(time + 1, of.dtype) * log_decay
+
+    def _per_token(self, log_decay: Array) -> tuple[Array, Array]:
+        xp, of = self._xp, self._of
+        floor = xp.asarray(_RESET, dtype=of.dtype, **of.placed)
         log_decay = xp.where(log_decay < floor, floor, log_decay)
-        length = int(row.shape[0])
-        if self._packed:  # a NaN stays in its own sequence
-            between = xp.where(row > column, log_decay, xp.zeros_like(log_decay))
-        else:
-            between = log_decay * of.between(length)
-        return xp.matmul(of.triangle(length), between)
+        later = of.triangle(self._length, strict=True)  # [s, j]: s > j
+        if self._sequence is None:
+            between = log_decay * later
+        else:  # a NaN reaches no sequence after its own
+            between = xp.where(later > 0, log_decay, xp.zeros_like(log_decay))
+        triangle = of.triangle(self._length)
+        return xp.matmul(triangle, between), xp.matmul(triangle, log_decay)
 
-    def _seen_from(self, strict: bool) -> Array:
-        """D of a read. A strict read of token t sees what t−1 left, the row above; row 0 the carried-in state."""
-        span = self._log
-        if not strict:
-            return span
-        return self._xp.concat([self._xp.zeros_like(span[..., :1, :]), span[..., :-1, :]], axis=-2)
+    def _sequences(self, starts: Array) -> Array:
+        """How many packed sequences have started in the chunk, up to each token: (*b, C, 1)."""
+        return self._xp.cumulative_sum(self._xp.astype(starts, self._xp.int32), axis=-2, dtype=self._xp.int32)
 
-    def _same_sequence(self, starts: Array) -> dict[bool, Array]:
-        """What is visible, within one packed sequence."""
-        xp = self._xp
-        count = xp.cumulative_sum(xp.astype(starts, xp.int32), axis=-2, dtype=xp.int32)
-        same = count == xp.matrix_transpose(xp.concat([xp.zeros_like(count[..., :1, :]), count], axis=-2))
-        return {strict: xp.logical_and(same, visible) for strict, visible in self._visible.items()}
-
-    def _factors(self, power: int, strict: bool) -> Array:
-        """exp(power · D) where token t sees column j, else exactly 0: (*b, C, C + 1)."""
-        found = self._memo.get(("factors", power, strict))
-        if found is not None:
-            return found
-        xp = self._xp
-        if power > 1:
-            base = found = self._factors(1, strict)
-            for _ in range(power - 1):
-                found = found * base
-        elif self._has_log:
-            seen, visible = self._seen_from(strict), self._visible[strict]
-            if self._packed:
-                nothing = xp.asarray(float("-inf"), dtype=self._dtype, **self._placed)
-                found = xp.exp(xp.where(visible, seen, nothing))
-            else:  # D is 0 where nothing is seen: a product is much faster there than exp(−∞)
-                found = scaled(xp, xp.exp(seen), xp.astype(visible, self._dtype))
-        else:
-            found = xp.astype(self._visible[strict], self._dtype)
-        self._memo["factors", power, strict] = found
-        return found
+    def _before(self, x: Array) -> Array:
+        """The row above: what a strict read of token t sees is what t−1 left."""
+        return self._xp.concat([self._xp.zeros_like(x[..., :1, :]), x[..., :-1, :]], axis=-2)
 
     def pairs(self, power: int, strict: bool) -> Array:
         """Γ(t,j)^p over the tokens of the chunk, 0 where t does not see j: (*b, C, C)."""
-        return self._memoise("pairs", power, strict)
+        found = self._memo.get(("pairs", power, strict))
+        if found is None:
+            found = self._raised(power, strict) if power > 1 else self._pairs(strict)
+            self._memo["pairs", power, strict] = found
+        return found
+
+    def _pairs(self, strict: bool) -> Array:
+        xp, of = self._xp, self._of
+        visible = of.triangle(self._length, strict)
+        if self._sequence is not None:
+            same = self._sequence == xp.matrix_transpose(self._sequence)
+            if not self._has_log:
+                return xp.where(same, visible, xp.zeros_like(visible))
+            nothing = xp.asarray(float("-inf"), dtype=of.dtype, **of.placed)
+            return xp.exp(xp.where(xp.logical_and(same, visible > 0), self._log(0, strict), nothing))
+        if not self._has_log:
+            return visible
+        # D is 0 where nothing is seen: a product is much faster there than exp(−∞)
+        return scaled(xp, xp.exp(self._log(0, strict)), visible)
 
     def into(self, power: int, strict: bool) -> Array | None:
         """The factor on the carried-in state when token t reads it: (*b, C, 1); None for 1."""
-        return None if self.trivial else self._memoise("into", power, strict)
+        if self.trivial:
+            return None
+        found = self._memo.get(("into", power, strict))
+        if found is None:
+            if power > 1:
+                lower, base = self.into(power - 1, strict), self.into(1, strict)
+                assert lower is not None
+                found = lower * base
+            else:
+                found = self._into(strict)
+            self._memo["into", power, strict] = found
+        return found
+
+    def _into(self, strict: bool) -> Array:
+        xp, of = self._xp, self._of
+        found = None
+        if self._has_log:
+            found = xp.exp(self._log(1, strict))
+        if self._sequence is None:
+            return found
+        first = self._sequence == 0
+        return xp.astype(first, of.dtype) if found is None else xp.where(first, found, xp.zeros_like(found))
+
+    def _raised(self, power: int, strict: bool) -> Array:
+        lower, base = self.pairs(power - 1, strict), self.pairs(1, strict)
+        return fleeting(self._xp, lower, base, f"pairs {power} {strict}") if self._fleets else lower * base
 
     def out(self, power: int) -> Array | None:
         """The factor on token j's contribution at the end of the chunk: (*b, C, 1); None for 1."""
-        return None if self.trivial or power == 0 else self._memoise("out", power, False)
+        return None if self.trivial or power == 0 else self._xp.matrix_transpose(self.pairs(power, False)[..., -1:, :])
 
     def through(self, power: int) -> Array | None:
         """The factor on the carried-in state at the end of the chunk: (*b, 1, 1); None for 1."""
-        return None if self.trivial or power == 0 else self._memoise("through", power, False)
-
-    def _memoise(self, part: str, power: int, strict: bool) -> Array:
-        found = self._memo.get((part, power, strict))
-        if found is None:
-            factors = self._factors(power, strict)
-            if part == "pairs":
-                found = factors[..., :, 1:]
-                if self._lasting:  # used for every chunk: worth a copy that lies in one piece
-                    found = found + 0.0
-            elif part == "into":
-                found = factors[..., :, :1]
-            elif part == "out":
-                found = self._xp.matrix_transpose(factors[..., -1:, 1:])
-            else:
-                found = factors[..., -1:, :1]
-            self._memo[part, power, strict] = found
-        return found
+        into = None if power == 0 else self.into(power, False)
+        return None if into is None else into[..., -1:, :]

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from hla import chunkwise, forms, gradients
 from hla.arrays import undisturbed
 from hla.backends.torch.flattening import Flat
-from hla.backends.torch.namespace import EAGER, PLAIN
+from hla.backends.torch.namespace import PLAIN, Namespace
 from hla.problem import Problem, States
 
 _FIELDS = ("q", "k", "v", "log_decay", "scale", "token_mask", "starts")
@@ -54,7 +54,7 @@ class Operator(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, split: _Split, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Runs under no_grad."""
-        problem = split.problem(tensors, EAGER)
+        problem = split.problem(tensors, Namespace(eager=True))
         ctx.split, ctx.count, ctx.kept = split, len(tensors), False
         ctx.set_materialize_grads(False)
         if _in_chunks(problem):
@@ -78,7 +78,7 @@ class Operator(torch.autograd.Function):
         watched (many at once, ``is_grads_batched``)."""
         split, saved = ctx.split, ctx.saved_tensors
         again = torch.is_grad_enabled() or any(is_watched(d) for d in (d_output, *d_states) if d is not None)
-        problem = split.problem(saved[: ctx.count], PLAIN if again else EAGER)
+        problem = split.problem(saved[: ctx.count], PLAIN if again else Namespace(eager=True))
         with undisturbed(problem.xp, problem.v):
             if d_output is None:
                 d_output = torch.zeros_like(problem.v).expand(*problem.output_batch(), *problem.v.shape[-2:])

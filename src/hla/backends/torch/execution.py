@@ -17,7 +17,7 @@ from hla import forms, packing
 from hla.arrays import undisturbed
 from hla.backends.torch.autograd import Operator, is_watched
 from hla.backends.torch.flattening import Flat
-from hla.backends.torch.namespace import EAGER, PLAIN
+from hla.backends.torch.namespace import PLAIN, Namespace
 from hla.gradients import ProblemGradients
 from hla.problem import Problem, States
 
@@ -42,14 +42,14 @@ def pull(problem: Problem, d_output: Tensor, d_final: States | None) -> ProblemG
         if any(map(is_watched, tensors)) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
             return forms.pull(replace(problem, xp=PLAIN), d_output, d_final)
         with torch.no_grad():
-            return forms.pull(replace(problem, xp=EAGER), d_output, d_final)
+            return forms.pull(replace(problem, xp=Namespace(eager=True)), d_output, d_final)
 
 
 def eager(problem: Problem) -> tuple[Tensor, States]:
     """Output and final states, without a graph."""
     if problem.cu_seqlens is not None:
         return packing.run(problem, eager)
-    flat = Flat(replace(problem, xp=EAGER))
+    flat = Flat(replace(problem, xp=Namespace(eager=True)))
     output, states = forms.run_one(flat.problem)
     return flat.restore(output), {symbol: flat.restore(x) for symbol, x in states.items()}
 

@@ -20,6 +20,7 @@ class Namespace:
 
     def __init__(self, eager: bool) -> None:
         self.eager = eager
+        self._places: dict[str, Tensor] = {}
 
     bool, int32, int64 = torch.bool, torch.int32, torch.int64
     float32, float64 = torch.float32, torch.float64
@@ -29,7 +30,7 @@ class Namespace:
     zeros, ones, empty, full = (staticmethod(f) for f in (torch.zeros, torch.ones, torch.empty, torch.full))
     arange = staticmethod(torch.arange)
     zeros_like, full_like = staticmethod(torch.zeros_like), staticmethod(torch.full_like)
-    exp, log = staticmethod(torch.exp), staticmethod(torch.log)
+    exp, log, clip = staticmethod(torch.exp), staticmethod(torch.log), staticmethod(torch.clip)
     isfinite, isinf = staticmethod(torch.isfinite), staticmethod(torch.isinf)
     logical_and, logical_not = staticmethod(torch.logical_and), staticmethod(torch.logical_not)
     broadcast_to, reshape, moveaxis = (staticmethod(f) for f in (torch.broadcast_to, torch.reshape, torch.moveaxis))
@@ -50,6 +51,26 @@ class Namespace:
     def scaled(self, x: Tensor, factor: Tensor | float) -> Tensor:
         """x · factor; eager, into x."""
         return x.mul_(factor) if self.eager and (isinstance(factor, float) or _covers(x, factor)) else x * factor
+
+    def fleeting(self, x: Tensor, factor: Tensor, slot: str) -> Tensor:
+        """x · factor, for one use; eager, in memory used again and again: new memory costs more than to fill it."""
+        if not self.eager or not _covers(x, factor):
+            return x * factor
+        return torch.mul(x, factor, out=self._place(slot, x.shape, x.dtype, x.device))
+
+    def forgetting(self, log_decay: Tensor, visible: Tensor, later: Tensor) -> tuple[Tensor, Tensor]:
+        """Γ(t,j) over a chunk's tokens and Γ(t,−1), of log-decays (*b, C, 1) on the CPU; the first in memory that the
+        next chunk takes again. `later`: 1 where token s comes after j."""
+        shape, dtype, device = (*log_decay.shape[:-1], log_decay.shape[-2]), log_decay.dtype, log_decay.device
+        between = torch.mul(log_decay, later, out=self._place("between", shape, dtype, device))
+        pairs = torch.cumsum(between, dim=-2, out=self._place("pairs", shape, dtype, device))
+        return pairs.exp_().mul_(visible), torch.cumsum(log_decay, dim=-2).exp_()
+
+    def _place(self, slot: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        place = self._places.get(slot)
+        if place is None or place.shape != shape or place.dtype != dtype or place.device != device:
+            place = self._places[slot] = torch.empty(tuple(shape), dtype=dtype, device=device)
+        return place
 
     @staticmethod
     def ones_like(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -119,3 +140,4 @@ def _covers(x: Tensor, other: Tensor) -> bool:
 
 
 EAGER, PLAIN = Namespace(eager=True), Namespace(eager=False)
+"""for steps and for watched code; a whole call has a namespace of its own, as it keeps memory"""
