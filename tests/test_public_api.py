@@ -314,9 +314,12 @@ def test_gradients_have_the_promised_fields() -> None:
     q, k, v = inputs()
     o, pull = hla.vjp("hla2", q, k, v, decay=0.9)
     found = pull(o)
-    assert found._fields == ("q", "k", "v", "decay", "log_decay", "initial_state")
+    assert found._fields == ("q", "k", "v", "decay", "log_decay", "initial_state", "scale")
     assert found.log_decay is None
     assert found.initial_state is None
+    assert found.scale is None
+    o, pull = hla.vjp("hla2", q, k, v, scale=np.asarray(2.0, q.dtype))
+    np.testing.assert_allclose(pull(o).scale, float(np.sum(pull(o).q * q)) / 2, rtol=1e-5)  # o is a form in scale · q
     (o, state), pull = hla.vjp("hla2", q, k, v, return_state=True)
     assert pull((o, state)).decay is None
 
