@@ -212,6 +212,14 @@ def unwritable(x: Array) -> str:
     return "an inference" if x.is_inference() and not torch.is_inference_mode_enabled() else ""
 
 
+def writability(x: Array) -> Any:
+    """What `unwritable` depends on beside type, device and gradients, as a key; quick to make."""
+    if family(x) == "numpy":
+        return x.flags.writeable
+    torch = sys.modules["torch"]
+    return x.stride(), x.is_inference(), torch.is_inference_mode_enabled(), torch.is_grad_enabled(), x.is_leaf
+
+
 def values_at_hand(xp: Namespace, x: Array) -> bool:
     """Whether looking at a value of `x` costs next to nothing: no device to wait for, no transformation to break."""
     return is_numpy(xp) or (getattr(xp, "eager", False) and x.device.type == "cpu")

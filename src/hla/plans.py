@@ -92,8 +92,8 @@ def _signature(state: State, q_t: Array, k_t: Array, v_t: Array, given: dict[str
         parts += (type(x), x.shape, x.dtype)
         if library == "torch":
             parts += (x.device, x.requires_grad)
-    if given.get("inplace") is True and any(map(arrays.unwritable, state)):
-        return None
+    if given.get("inplace") is True:
+        parts += map(arrays.writability, state)
     for name, value in given.items():
         if hasattr(value, "shape"):
             if name not in ("decay", "log_decay") or library != "torch" or arrays.family(value) != "torch":
