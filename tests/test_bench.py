@@ -16,6 +16,7 @@ import pytest
 
 import hla
 from commands import in_a_terminal, measured, one_object, run
+from faults import fault_in_the_state, fault_late, fault_raises
 from hla.backends import Backend, BackendSpec, registered
 from hla.cli import (
     ceiling,
@@ -148,25 +149,6 @@ def test_misuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Non
 
 
 # --- what is wrong is not timed ---------------------------------------------------------------------------------
-
-
-def fault_late(problem: Problem) -> Any:
-    """Right until token 20, where one output of one head is off by a thousandth."""
-    output, states = registered()["numpy"].runner(problem.program.spec.operator)(problem)
-    if problem.length > 20:
-        output = output.copy()
-        output[..., 20, 0] *= np.asarray(1.001, output.dtype)
-    return output, states
-
-
-def fault_in_the_state(problem: Problem) -> Any:
-    """Right outputs, and a state that is off by a thousandth."""
-    output, states = registered()["numpy"].runner(problem.program.spec.operator)(problem)
-    return output, {name: x * np.asarray(1.001, x.dtype) for name, x in states.items()}
-
-
-def fault_raises(problem: Problem) -> Any:
-    raise RuntimeError("planted")
 
 
 def fault_in_the_gradient(problem: Problem, *cotangents: Any) -> Any:

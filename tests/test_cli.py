@@ -11,9 +11,9 @@ import pytest
 
 import hla
 from commands import in_a_terminal, measured, one_object, run
+from faults import fault_in_the_state, fault_late, fault_raises
 from hla.backends import Backend, BackendSpec, registered
 from hla.cli import main, report, text
-from hla.problem import Problem
 
 # --- info -------------------------------------------------------------------------------------------------------
 
@@ -177,25 +177,6 @@ def test_bytes_below_one(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # --- a wrong backend does not pass -----------------------------------------------------------------------------
-
-
-def fault_late(problem: Problem) -> Any:
-    """Right until token 20, where one output of one head is off by a thousandth."""
-    output, states = registered()["numpy"].runner(problem.program.spec.operator)(problem)
-    if problem.length > 20:
-        output = output.copy()
-        output[..., 20, 0] *= np.asarray(1.001, output.dtype)
-    return output, states
-
-
-def fault_in_the_state(problem: Problem) -> Any:
-    """Right outputs, and a state that lost the last token's decay."""
-    output, states = registered()["numpy"].runner(problem.program.spec.operator)(problem)
-    return output, {name: x * np.asarray(1.001, x.dtype) for name, x in states.items()}
-
-
-def fault_raises(problem: Problem) -> Any:
-    raise RuntimeError("planted")
 
 
 @pytest.fixture(params=[fault_late, fault_in_the_state, fault_raises])

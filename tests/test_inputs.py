@@ -11,19 +11,11 @@ import pytest
 
 import budget
 import hla
+import samples
 from hla.arrays import leaves, namespace
+from samples import BATCH, CHUNK, DV, FORMS, HEADS, TOKENS, D
 
-BATCH, HEADS, TOKENS, D, DV = 2, 3, 17, 5, 7
-CHUNK = 5
-FORMS = ("recurrent", "scan", "chunkwise", "parallel")
-OPERATORS: dict[str, tuple[str, dict[str, Any]]] = {
-    "linear_attention": ("linear_attention", {}),
-    "hla2": ("hla2", {"ridge": 0.7}),
-    "hla2 printed": ("hla2", {"definition": "as_printed"}),
-    "ahla": ("ahla", {}),
-    "hla3": ("hla3", {}),
-    "order 4": ("higher_order", {"order": 4}),
-}
+OPERATORS = {name: samples.OPERATORS[name] for name in samples.OPERATORS if name not in ("hla2 prefix", "hla3 printed")}
 
 
 def draw(*batch: int, length: int = TOKENS, d: int = D, dv: int = DV) -> tuple[Any, Any, Any]:

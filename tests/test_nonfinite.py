@@ -13,20 +13,8 @@ import numpy as np
 import pytest
 
 import hla
+from samples import BATCH, CHUNK, DV, FORMS, HEADS, OPERATORS, TOKENS, D
 
-BATCH, HEADS, TOKENS, D, DV = 2, 3, 17, 5, 7
-CHUNK = 5
-FORMS = ("recurrent", "scan", "chunkwise", "parallel")
-OPERATORS: dict[str, tuple[str, dict[str, Any]]] = {
-    "linear_attention": ("linear_attention", {}),
-    "hla2": ("hla2", {"ridge": 0.7}),
-    "hla2 prefix": ("hla2", {"mask": "prefix"}),
-    "hla2 printed": ("hla2", {"definition": "as_printed"}),
-    "ahla": ("ahla", {}),
-    "hla3": ("hla3", {}),
-    "hla3 printed": ("hla3", {"definition": "as_printed"}),
-    "order 4": ("higher_order", {"order": 4}),
-}
 SPOILT = (1, 2)
 """The batch entry and head that hold the bad value."""
 named = pytest.mark.parametrize("name", OPERATORS)

@@ -30,7 +30,7 @@ class Namespace:
     zeros, ones, empty, full = (staticmethod(f) for f in (torch.zeros, torch.ones, torch.empty, torch.full))
     arange = staticmethod(torch.arange)
     zeros_like, full_like = staticmethod(torch.zeros_like), staticmethod(torch.full_like)
-    exp, log, clip = staticmethod(torch.exp), staticmethod(torch.log), staticmethod(torch.clip)
+    exp, log = staticmethod(torch.exp), staticmethod(torch.log)
     isfinite, isinf = staticmethod(torch.isfinite), staticmethod(torch.isinf)
     logical_and, logical_not = staticmethod(torch.logical_and), staticmethod(torch.logical_not)
     broadcast_to, reshape, moveaxis = (staticmethod(f) for f in (torch.broadcast_to, torch.reshape, torch.moveaxis))
