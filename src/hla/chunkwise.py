@@ -11,9 +11,21 @@ also what form "parallel" (one chunk of T tokens) and form "scan" (all chunks at
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
-from hla.arrays import Array, Namespace, fleeting, is_numpy, multiply_add, scaled, transpose, writable
+from hla.arrays import (
+    Array,
+    Namespace,
+    family,
+    fleeting,
+    is_numpy,
+    multiply_add,
+    scaled,
+    transpose,
+    unrolls,
+    writable,
+)
 from hla.decays import Decay, Decays
 from hla.family import Program, steps
 from hla.loops import Tokens, fold
@@ -49,10 +61,20 @@ def run_and_keep(problem: Problem, keep: bool = True) -> tuple[Array, States, An
 
 
 def default_chunk(problem: Problem) -> int:
-    """Tokens per chunk where the caller leaves it open; measured in benchmarks/chunk_size.py."""
+    """Tokens per chunk where the caller leaves it open; measured in benchmarks/chunk_size.py.
+
+    With few and narrow heads a chunk's operations cost more to start than to compute: then larger ones win.
+    """
+    d = int(problem.q.shape[-1])
+    library = family(problem.v)
+    if library == "jax":  # compiled: nothing to start, and small tiles stay in the cache
+        return 32 if d <= 32 and problem.length > DEFAULT_CHUNK else DEFAULT_CHUNK
+    if library == "torch" and unrolls(problem.v):  # sizes may be symbols there
+        return DEFAULT_CHUNK
+    work = d * math.prod(problem.output_batch())
     if is_numpy(problem.xp):
-        return 32
-    return DEFAULT_CHUNK
+        return DEFAULT_CHUNK if work <= 128 else 32
+    return 256 if work <= 32 else 128 if work < 256 else DEFAULT_CHUNK
 
 
 def token_arrays(problem: Problem) -> Tokens:
