@@ -339,3 +339,10 @@ def leaves(tree: Any) -> Iterator[Array]:
             yield from leaves(value)
     elif tree is not None:
         yield tree
+
+
+def same_memory(x: Array, y: Array) -> bool:
+    """Whether two torch tensors are one array: same place, same layout. Elsewhere, whether they are one object."""
+    if x is y or family(x) != "torch":
+        return x is y
+    return bool(x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())

@@ -48,6 +48,8 @@ class Problem:
     out: Array | None = None
     """where the output may be written, so that it exists once; a form may return its own. For NumPy, and for JAX
     where no derivative is taken"""
+    overwrite: bool = False
+    """whether a backend may write the final states over the initial ones: a decode step in place"""
     form: str = "chunkwise"
     chunk_size: int | None = None
 

@@ -58,7 +58,7 @@ def token(
     if start is not None:
         states = {symbol: xp.where(start, xp.zeros_like(x), x) for symbol, x in states.items()}
     following: States = {}
-    for state, read in _lines(program):
+    for state, read in lines(program):
         if state is not None:
             before = states[state.symbol]
             if decay is not None:
@@ -72,7 +72,7 @@ def token(
 
 
 @cache
-def _lines(program: Program) -> tuple[tuple[State | None, Read | None], ...]:
+def lines(program: Program) -> tuple[tuple[State | None, Read | None], ...]:
     """What happens at a token, in order: a state moves on, then it is read; a strict read needs no move."""
     moved: set[str] = set()
     result: list[tuple[State | None, Read | None]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Unpack
 
 from hla import arrays, plans
@@ -83,6 +84,8 @@ def take_step(state: State, q_t: Array, k_t: Array, v_t: Array, given: dict[str,
     spec = state.spec
     read = Options(**options, initial_state=state, return_state=True)
     checked = check_call(spec.operator, q, k, v, read, spec.order or None)
+    if inplace:
+        checked = checked._replace(problem=replace(checked.problem, overwrite=True))
     backend = selection.resolve(selection.call_of(checked.problem, checked.form), plans.chosen(key, read.backend))
     output, following = execute(checked, read, backend)
     output = output[..., 0, :]
@@ -120,4 +123,5 @@ def _write(state: State, following: State) -> None:
         if fault:
             raise OptionError(message("inplace", "writable arrays", f"{fault} {field}", "Copy the state first."))
     for old, new in zip(state, following, strict=True):
-        old[...] = new
+        if not arrays.same_memory(old, new):  # else the backend has written there
+            old[...] = new

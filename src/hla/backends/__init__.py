@@ -45,6 +45,7 @@ __all__ = [
 
 def builtin() -> dict[str, Backend]:
     """The backends of this distribution; each file imports its framework only when it is loaded."""
-    from hla.backends import jax, numpy, torch
+    from hla.backends import jax, numpy, torch, triton
 
-    return {"numpy": numpy.backend(), "torch": torch.backend(), "jax": jax.backend()}
+    made = (numpy.backend(), torch.backend(), triton.backend(), jax.backend())
+    return {backend.spec.name: backend for backend in made}

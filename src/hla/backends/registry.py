@@ -114,6 +114,8 @@ class Backend:
             `hla.vjp`; None when the backend has none of its own.
         probe: whether it can work on this machine (may import); asked once, after `requires` were found.
         supports: whether it can run a call, beyond what the spec says. Exceptions in it are not caught.
+        offers: whether the automatic choice may take it for a call that it supports; a named backend is not asked.
+        check: a test of itself on this machine, for `hla info`; None when there is none.
         plain_form: the form that "auto" stands for on a problem.
         step_namespaces: where decode steps need no more than the core's own operations, a function that gives the
             namespaces they run in, (one that keeps its operands, one that may overwrite them); such steps skip `load`.
@@ -124,6 +126,8 @@ class Backend:
     load_gradient: Callable[[str], Gradient] | None = None
     probe: Callable[[], Verdict] = _yes_probe
     supports: Callable[[Call], Verdict] = _yes_supports
+    offers: Callable[[Call], Verdict] = _yes_supports
+    check: Callable[[], Verdict] | None = None
     plain_form: Callable[[Problem], str] = _form_as_asked
     step_namespaces: Callable[[Problem], tuple[Any, Any]] | None = None
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -145,8 +149,8 @@ class Backend:
         """Whether all required packages are there."""
         return all(importlib.util.find_spec(name) is not None for name in self.spec.requires)
 
-    def verdict(self, call: Call, gradient: bool = False) -> Verdict:
-        """Whether the backend can run a call, with the reason."""
+    def verdict(self, call: Call, gradient: bool = False, *, named: bool = True) -> Verdict:
+        """Whether the backend can run a call, with the reason. `named`: whether it was asked for by name."""
         spec = self.spec
         if "*" not in spec.families and call.family not in spec.families:
             return Verdict(False, f"takes {' and '.join(spec.families)} arrays, not {call.family}")
@@ -164,6 +168,10 @@ class Backend:
             return Verdict(False, "has no gradients")
         if gradient and self.load_gradient is None:
             return Verdict(False, "has no gradient for hla.vjp")
+        if not named:
+            offered = self.offers(call)
+            if not offered.ok:
+                return offered
         return self.supports(call)
 
     def runner(self, operator: str) -> Runner:

@@ -282,7 +282,7 @@ def resolve(call: Call, argument: Any, gradient: bool = False) -> Backend:
 def _choose(call: Call, names: Names, gradient: bool) -> Backend:
     if not names:
         for backend in _ranked():
-            if backend.verdict(call, gradient).ok:
+            if backend.verdict(call, gradient, named=False).ok:
                 return backend
         raise _unsupported(call, _judge(call, gradient))
     backends = [_registry.get(name) for name in names]
@@ -303,8 +303,10 @@ def _choose(call: Call, names: Names, gradient: bool) -> Backend:
     raise _unsupported(call, [Candidate(b.spec.name, *b.verdict(call, gradient)) for b in backends])
 
 
-def _judge(call: Call, gradient: bool) -> list[Candidate]:
-    return [Candidate(b.spec.name, *b.verdict(call, gradient)) for b in _ranked()]
+def _judge(call: Call, gradient: bool, named: tuple[str, ...] = ()) -> list[Candidate]:
+    return [
+        Candidate(b.spec.name, *b.verdict(call, gradient, named=b.spec.name in named)) for b in _ranked()
+    ]
 
 
 def _unsupported(call: Call, candidates: list[Candidate]) -> BackendUnsupportedError:
@@ -319,7 +321,7 @@ def explain_call(call: Call, argument: Any, form: str) -> Plan:
     """The plan of a call."""
     names, source = _selected(argument)
     backend = resolve(call, argument)
-    candidates = _judge(call, False)
+    candidates = _judge(call, False, names)
     if names:
         named = set(names)
         candidates = [

@@ -21,13 +21,15 @@ from hla.problem import Problem, States
 _FIELDS = ("q", "k", "v", "log_decay", "scale", "token_mask", "starts")
 
 
-class _Split:
+class Split:
     """A problem taken apart into what torch follows, a list of tensors, and the rest."""
 
     def __init__(self, problem: Problem) -> None:
         self.fields = tuple(name for name in _FIELDS if isinstance(getattr(problem, name), Tensor))
         self.symbols = tuple(problem.initial or ())
         self.states = tuple(problem.shapes().state)
+        self.packed = problem.cu_seqlens is not None
+        self.namespace = problem.xp
         empty: dict[str, Any] = dict.fromkeys(self.fields)
         self._rest = replace(problem, **empty, initial=None)
 
@@ -47,12 +49,12 @@ class Operator(torch.autograd.Function):
     @staticmethod
     def of(problem: Problem) -> tuple[Tensor, States]:
         """Output and final states, as results of one node."""
-        split = _Split(problem)
+        split = Split(problem)
         output, *states = Operator.apply(split, *split.tensors(problem))  # type: ignore[no-untyped-call]
         return output, dict(zip(split.states, states, strict=False))
 
     @staticmethod
-    def forward(ctx: Any, split: _Split, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, split: Split, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Runs under no_grad."""
         problem = split.problem(tensors, Namespace(eager=True))
         ctx.split, ctx.count, ctx.kept = split, len(tensors), False

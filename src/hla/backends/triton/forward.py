@@ -93,7 +93,7 @@ class Forward:
             terms[read.strict].append(self._term(read)._replace(weight=factor))
             batch = broadcast_shapes(batch, self.shapes.batch[name])
         assert not terms[True]  # no program's output is a strict read
-        return run_read(self.setting, terms[False], batch, dtype)
+        return run_read(self.setting, terms[False], batch, dtype).to(dtype)
 
     def finals(self) -> States:
         """Final states by symbol, with a leading axis for packed sequences."""

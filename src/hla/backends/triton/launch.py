@@ -107,6 +107,16 @@ class Kernel:
         return self._tuned[key]
 
 
+def gpu() -> torch.device | None:
+    """The GPU that torch uses, if it is of a kind that Triton compiles for."""
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type not in ("cuda", "xpu"):
+        return None
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
 def interpreting() -> bool:
     """Whether the kernels were made for Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
     from triton.runtime.interpreter import InterpretedFunction
@@ -129,17 +139,14 @@ _SHARED: dict[Any, int] = {}
 
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may take; as on an H100 where there is no device to ask."""
-    if device.type not in ("cuda", "xpu") or not _present(device):
+    here = gpu()
+    if here is None or here.type != device.type:
         return 232_448
     if device not in _SHARED:
-        index = device.index if device.index is not None else torch.accelerator.current_device_index()
+        index = here.index if device.index is None else device.index
         properties = triton.runtime.driver.active.utils.get_device_properties(index)
         _SHARED[device] = int(properties["max_shared_mem"])
     return _SHARED[device]
-
-
-def _present(device: torch.device) -> bool:
-    return torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == device.type  # type: ignore[union-attr]
 
 
 def _on(x: Tensor) -> AbstractContextManager[Any]:

@@ -19,11 +19,11 @@ def token(
     s_streams, s_before, s_after, s_output, s_log_decay, s_mask, s_starts,
     n1, n2, T, part_count,
     factors, weights, masses, eps,
-    LINES: tl.constexpr, WIDTHS: tl.constexpr, OUTPUT: tl.constexpr, MASSES: tl.constexpr, DV: tl.constexpr,
+    LINES: tl.constexpr, SCRATCH: tl.constexpr, WIDTHS: tl.constexpr, OUTPUT: tl.constexpr, MASSES: tl.constexpr, DV: tl.constexpr,
     BV: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """LINES: (key, value, state to move or −1, power, query or −1, result, state to read, strict); streams by number.
-    SIZE: numbers of a block."""
+    SCRATCH: per stream, whether it holds one token of each sequence, and not all. SIZE: numbers of a block."""
     pid = tl.program_id(0).to(tl.int64)
     part = pid % part_count
     b0, b1, b2 = batch_of(pid // part_count, n1, n2)
@@ -37,7 +37,7 @@ def token(
             if LINES[line][2] >= 0:
                 _move(
                     streams, before, after, s_streams, s_before, s_after, factors, b0, b1, b2, part, start,
-                    0.0, False, False, True, line, LINES, WIDTHS, SIZE,
+                    0.0, False, False, True, line, LINES, SCRATCH, WIDTHS, SIZE,
                 )  # fmt: skip
     for t in range(start, stop):
         kept = True
@@ -52,17 +52,17 @@ def token(
         for line in tl.static_range(len(LINES)):
             _move(
                 streams, before, after, s_streams, s_before, s_after, factors, b0, b1, b2, part, t,
-                g, kept, begins, t == start, line, LINES, WIDTHS, SIZE,
+                g, kept, begins, t == start, line, LINES, SCRATCH, WIDTHS, SIZE,
             )  # fmt: skip
             tl.debug_barrier()
         columns = tl.arange(0, BV)
         total = tl.zeros([BV], dtype=tl.float32)
         for i in tl.static_range(len(OUTPUT)):
-            total += _vector(streams, s_streams, factors, b0, b1, b2, t, OUTPUT[i], columns, DV) * weights[i]
+            total += _vector(streams, s_streams, factors, b0, b1, b2, part, t, OUTPUT[i], SCRATCH, columns, DV) * weights[i]
         if len(MASSES) > 0:
             mass = eps
             for i in tl.static_range(len(MASSES)):
-                one = _vector(streams, s_streams, factors, b0, b1, b2, t, MASSES[i], tl.arange(0, 1), 1)
+                one = _vector(streams, s_streams, factors, b0, b1, b2, part, t, MASSES[i], SCRATCH, tl.arange(0, 1), 1)
                 mass += tl.sum(one, axis=0) * masses[i]
             total = total / mass
         at = entry(output, s_output, b0, b1, b2) + t * s_output[3] + columns.to(tl.int64) * s_output[4]
@@ -71,17 +71,27 @@ def token(
 
 
 @triton.jit
-def _vector(streams, strides, factors, b0, b1, b2, t, stream: tl.constexpr, columns, width):
-    """A token's vector of a stream, float32."""
+def _address(streams, strides, b0, b1, b2, part, t, stream: tl.constexpr, SCRATCH: tl.constexpr, columns):
+    """Pointers to a token's vector of a stream."""
     view = strides[stream]
-    at = entry(streams[stream], view, b0, b1, b2) + t * view[3] + columns.to(tl.int64) * view[4]
+    row = part if SCRATCH[stream] else t
+    return entry(streams[stream], view, b0, b1, b2) + row * view[3] + columns.to(tl.int64) * view[4]
+
+
+@triton.jit
+def _vector(
+    streams, strides, factors, b0, b1, b2, part, t, stream: tl.constexpr, SCRATCH: tl.constexpr, columns, width
+):  # fmt: skip
+    """A token's vector of a stream, float32."""
+    at = _address(streams, strides, b0, b1, b2, part, t, stream, SCRATCH, columns)
     return tl.load(at, mask=columns < width, other=0.0).to(tl.float32) * factors[stream]
 
 
 @triton.jit
 def _move(
     streams, before, after, s_streams, s_before, s_after, factors, b0, b1, b2, part, t, g, kept, begins, fresh,
-    line: tl.constexpr, LINES: tl.constexpr, WIDTHS: tl.constexpr, SIZE: tl.constexpr,
+    line: tl.constexpr, LINES: tl.constexpr, SCRATCH: tl.constexpr, WIDTHS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
     """One line: a state takes the token, a query reads it. `fresh`: the state still lies in `before`."""
     KEY: tl.constexpr = LINES[line][0]
@@ -119,15 +129,14 @@ def _move(
         if MOVED >= 0:
             factor = tl.exp(g * LINES[line][3])
             moved = tl.where(factor == 0.0, 0.0, tile * factor)
-            key = _vector(streams, s_streams, factors, b0, b1, b2, t, KEY, rows, HEIGHT)
-            value = _vector(streams, s_streams, factors, b0, b1, b2, t, VALUE, columns, WIDTH)
+            key = _vector(streams, s_streams, factors, b0, b1, b2, part, t, KEY, SCRATCH, rows, HEIGHT)
+            value = _vector(streams, s_streams, factors, b0, b1, b2, part, t, VALUE, SCRATCH, columns, WIDTH)
             tile = tl.where(kept, moved + key[:, None] * value[None, :], tile)
             store_matrix(old, old_strides, part, rows, HEIGHT, columns, WIDTH, tile)
         if QUERY >= 0:
-            query = _vector(streams, s_streams, factors, b0, b1, b2, t, QUERY, rows, HEIGHT)
+            query = _vector(streams, s_streams, factors, b0, b1, b2, part, t, QUERY, SCRATCH, rows, HEIGHT)
             result += tl.sum(query[:, None] * tile, axis=0)
     if QUERY >= 0:
-        to = LINES[line][5]
-        view = s_streams[LINES[line][5]]
-        at = entry(streams[LINES[line][5]], view, b0, b1, b2) + t * view[3] + columns.to(tl.int64) * view[4]
-        tl.store(at, result.to(streams[LINES[line][5]].dtype.element_ty), mask=columns < WIDTH)
+        RESULT: tl.constexpr = LINES[line][5]
+        at = _address(streams, s_streams, b0, b1, b2, part, t, RESULT, SCRATCH, columns)
+        tl.store(at, result, mask=columns < WIDTH)

@@ -1,0 +1,96 @@
+"""Backend "triton": kernels for GPUs, and on the CPU in Triton's interpreter. The kernels are in `kernels/`."""
+
+from __future__ import annotations
+
+from hla.backends.registry import Backend, BackendSpec, Call, Gradient, Verdict
+from hla.problem import Problem, Runner
+
+WIDEST = 256
+"""The largest d and dv: a chunk of them fits into the registers and shared memory of one program."""
+_DEVICES = ("cuda", "xpu")
+
+
+def _load(operator: str) -> Runner:
+    from hla.backends.triton.autograd import run
+
+    return run
+
+
+def _load_gradient(operator: str) -> Gradient:
+    from hla.backends.triton.execution import pull
+
+    return pull
+
+
+def _plain_form(problem: Problem) -> str:
+    from hla.backends.triton.execution import plain_form
+
+    return plain_form(problem)
+
+
+def _probe() -> Verdict:
+    from hla.backends.triton import launch
+
+    if launch.interpreting():
+        from hla.backends.triton import interpreter
+
+        interpreter.repair()
+        return Verdict(True, "available in Triton's interpreter (TRITON_INTERPRET=1)")
+    if launch.gpu() is None:
+        return Verdict(False, "no GPU here; to run on the CPU set TRITON_INTERPRET=1 before triton is imported")
+    return Verdict(True, "available")
+
+
+def _supports(call: Call) -> Verdict:
+    from hla.backends.triton import launch
+    from hla.backends.triton.selftest import selftest
+
+    kind = call.device.partition(":")[0]
+    if kind not in (*_DEVICES, "cpu", "meta"):
+        return Verdict(False, f"runs on {', '.join(_DEVICES)} devices, not {kind}")
+    if kind == "cpu" and not launch.interpreting():
+        return Verdict(False, "runs CPU tensors only with TRITON_INTERPRET=1, set before triton is imported")
+    if max(call.d, call.dv) > WIDEST:
+        return Verdict(False, f"takes d and dv up to {WIDEST}, not {max(call.d, call.dv)}")
+    if kind == "meta":
+        return Verdict(True, "supported")
+    return selftest(call.device)
+
+
+def _offers(call: Call) -> Verdict:
+    if call.device.partition(":")[0] in _DEVICES:
+        return Verdict(True, "supported")
+    return Verdict(False, "runs CPU tensors in an interpreter, slowly: only when it is named")
+
+
+def _check() -> Verdict:
+    from hla.backends.triton import launch
+    from hla.backends.triton.selftest import selftest
+
+    return selftest("cpu" if launch.interpreting() else str(launch.gpu()))
+
+
+def backend() -> Backend:
+    """The registry's entry."""
+    spec = BackendSpec(
+        name="triton",
+        families=("torch",),
+        description="Triton kernels for CUDA, ROCm and XPU tensors; fused HLA₂, HLA₃ and AHLA",
+        requires=("triton", "torch"),
+        extra="triton",
+        forms=("recurrent", "chunkwise"),
+        dtypes=("float16", "bfloat16", "float32"),
+        gradients=True,
+        priority=20,
+    )
+    return Backend(
+        spec=spec,
+        load=_load,
+        load_gradient=_load_gradient,
+        probe=_probe,
+        supports=_supports,
+        offers=_offers,
+        check=_check,
+        plain_form=_plain_form,
+    )
+

@@ -1,0 +1,294 @@
+r"""The gradient of a program: its stages from the last to the first (`hla.adjoint` has the formulas of one).
+
+For a read r = x·X of the state X = Σ y zᵀ, with d the cotangent of r:
+
+    dx is a read forwards, of X:  d·Xᵀ and pairs (d·z) y
+    dX = Σ x dᵀ runs backwards;   dy, dz are reads backwards, of it:  z·dXᵀ and (z·d) x,   y·dX and (y·x) d
+
+Cotangents of one stream that lie in the same direction are one launch. Where the cotangent of an earlier read's result
+is one such read of dX, all of it happens in one pass (`hla.backends.triton.kernels.chain`, backwards in time).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hla.arrays import sum_to
+from hla.backends.triton import operations
+from hla.backends.triton.forward import Forward, setting_of
+from hla.backends.triton.operations import Batch, Found, Setting, Stream, Term, run_chain, run_rate, run_read, run_state
+from hla.backends.torch.namespace import PLAIN
+from hla.family import Read, State, steps
+from hla.gradients import ProblemGradients
+from hla.problem import Problem, States
+
+
+@dataclass(eq=False)
+class Cotangent:
+    """The cotangent of a state by one of its reads, or by the final state alone: it runs when it is asked for."""
+
+    setting: Setting
+    state: operations.State
+    like: Tensor
+    wanted: bool
+    """whether that of the initial state is"""
+    found: Found | None = None
+
+    def run(self) -> Found:
+        """As it leaves each chunk, and at the beginning."""
+        if self.found is None:
+            self.found = run_state(self.setting, self.state, borders=True, final=self.wanted, like=self.like)
+        return self.found
+
+
+class Pending(NamedTuple):
+    """A cotangent that a stream gets, from the right or from the left, on the batch of its read."""
+
+    term: Term
+    reverse: bool
+    strict: bool
+    batch: Batch
+    source: Cotangent | None
+    """whose state at the borders the term reads, once it has run"""
+    turned: bool = False
+    """whether it reads the transpose"""
+
+    def ready(self) -> Term:
+        """The term with its state."""
+        if self.source is None:
+            return self.term
+        borders = self.source.run().borders
+        assert borders is not None
+        return self.term._replace(state=borders.mT if self.turned else borders)
+
+
+class Rate(NamedTuple):
+    """A read whose part in the gradient of the log-decays is still to be added."""
+
+    state: State
+    streams: tuple[Stream, Stream, Stream, Stream | None]
+    source: Cotangent
+    batch: Batch
+    strict: bool
+
+
+class Backward:
+    """One pull through a problem."""
+
+    def __init__(self, problem: Problem, d_output: Tensor, d_final: States | None, *, rate: bool) -> None:
+        """`rate`: whether the gradient of the log-decays is wanted."""
+        self.problem, self.rate = problem, rate and problem.log_decay is not None
+        self.setting = setting_of(problem)
+        self.forward = Forward(problem, self.setting, keep=True)
+        self.forward.run()
+        self.program, self.shapes = problem.program, self.forward.shapes
+        self._d_final = d_final or {}
+        self._outputs = self._output_cotangents(d_output)
+        self._pending: dict[str, list[Pending]] = {}
+        self._cotangents: dict[str, list[Cotangent]] = {s.symbol: [] for s in self.program.states}
+        self._rates: list[Rate] = []
+
+    def run(self) -> ProblemGradients:
+        """The gradients."""
+        problem = self.problem
+        for symbol, state, read in reversed(steps(self.program)):
+            if read is not None:
+                d, source = self._cotangent(read)
+                if d is not None:
+                    self._through(state, read, d, source)
+            if symbol in self._d_final:
+                self._through_final(state)
+        q, k, v = (self._input(name) for name in ("q", "k", "v"))
+        scale = None
+        if isinstance(problem.scale, Tensor):
+            scale = _sum_to(q * problem.q, tuple(problem.scale.shape))
+            q = q * problem.scale
+        initial = {symbol: self._initial(symbol) for symbol in problem.initial or {}}
+        return ProblemGradients(q.to(problem.q.dtype), k, v, self._log_decay(), initial, scale)
+
+    def _output_cotangents(self, d: Tensor) -> dict[str, Stream]:
+        """Back through the weighted sum of reads and the normalisation. Masked tokens are left out by the kernels."""
+        problem, program = self.problem, self.program
+        result: dict[str, Stream] = {}
+        if program.denominator:
+            shared = d.float()
+            numerator = self.forward.outputs(program.output, torch.float32)
+            inverse = 1.0 / (self.forward.outputs(program.denominator, torch.float32) + problem.eps)
+            if problem.token_mask is not None:
+                inverse = torch.where(problem.token_mask, inverse, inverse.new_zeros(()))
+            d_mass = -(shared * numerator).sum(-1, keepdim=True) * inverse * inverse
+            d = shared * inverse
+            for name, weight in program.denominator:
+                result[name] = Stream(d_mass, problem.ridge if weight is None else weight)
+        for name, weight in program.output:
+            result[name] = Stream(d, problem.ridge if weight is None else weight)
+        return {name: self._fitted(x, self.shapes.batch[name]) for name, x in result.items()}
+
+    def _fitted(self, x: Stream, batch: Batch) -> Stream:
+        """A cotangent summed to the batch of what it belongs to."""
+        wanted = (*batch, *x.tensor.shape[-2:])
+        return x if tuple(x.tensor.shape) == wanted else Stream(_sum_to(x.tensor, wanted), x.factor)
+
+    def _cotangent(self, read: Read) -> tuple[Stream | None, Cotangent | None]:
+        """The cotangent of a read's result, None if there is none; and that of the read's state, if it came along."""
+        own, pending = self._outputs.get(read.result), self._pending.pop(read.result, [])
+        if not pending:
+            return own, None
+        made = self._chained(read, pending) if own is None else None
+        if made is not None:
+            return made
+        found = self._sum(pending, self.shapes.batch[read.result], self.setting.dtype)
+        return Stream(found if own is None else found + own.tensor * own.factor), None
+
+    def _chained(self, read: Read, pending: list[Pending]) -> tuple[Stream, Cotangent] | None:
+        """Run what the one pending read needs, that read, and the cotangent of this read's state in one pass."""
+        only, source = pending[0], pending[0].source
+        state, batch = self.program.state(read.state), self.shapes.batch[read.result]
+        if len(pending) > 1 or source is None or source.found is not None or only.strict or read.strict:
+            return None
+        if {only.batch, source.state.batch} != {batch} or only.term.y is None or only.term.z is None:
+            return None
+        if operations.is_long(self.setting, batch, only.term.z.width):
+            return None
+        seed, initial = self._seed(state, batch), source.state.initial
+        if only.turned and initial is not None:  # the pending read's own orientation is the one that runs
+            initial = initial.mT
+        sizes = (only.term.y.width, only.term.z.width)
+        query, wanted = self.forward.streams[read.query], self._wants_initial(state.symbol)
+        made = run_chain(
+            self.setting,
+            source.state._replace(y=only.term.y, z=only.term.z, sizes=sizes, initial=initial),
+            only.term.x,
+            query,
+            state.power,
+            initial2=seed,
+            keep=(True, True),
+            final=(source.wanted, wanted),
+            result=True,
+            output=None,
+            like=self.problem.v,
+        )
+        assert made.result is not None
+        source.found = Found(*(None if x is None else x.mT for x in made.first)) if only.turned else made.first
+        d = Stream(made.result)
+        run = operations.State(query, d, (query.width, d.width), state.power, batch, seed, True, False)
+        return d, Cotangent(self.setting, run, self.problem.v, wanted, made.second)
+
+    def _through(self, state: State, read: Read, d: Stream, source: Cotangent | None) -> None:
+        """Back through a read and the state it reads; `source`: the state's cotangent, if it has run."""
+        streams, batch = self.forward.streams, self.shapes.batch[read.result]
+        x, y, z = streams[read.query], streams[state.key], streams[state.value]
+        borders, power, strict = self.forward.found[state.symbol].borders, state.power, read.strict
+        assert borders is not None
+        if source is None:
+            seed = self._seed(state, batch)
+            run = operations.State(x, d, (x.width, d.width), power, batch, seed, True, strict)
+            source = Cotangent(self.setting, run, self.problem.v, self._wants_initial(state.symbol))
+        if source.state.initial is not None:
+            del self._d_final[state.symbol]
+        self._cotangents[state.symbol].append(source)
+        self._add(read.query, Pending(Term(d, z, y, borders.mT, power), False, strict, batch, None))
+        self._add(state.key, Pending(Term(z, d, x, None, power), True, strict, batch, source, turned=True))
+        self._add(state.value, Pending(Term(y, x, d, None, power), True, strict, batch, source))
+        if self.rate:
+            self._rates.append(Rate(state, (x, y, z, d), source, batch, strict))
+
+    def _through_final(self, state: State) -> None:
+        """Back from the final state to what went into it, where no read has taken that along."""
+        streams, batch = self.forward.streams, self.shapes.state[state.symbol][:-2]
+        seed = self._seed(state, batch)
+        del self._d_final[state.symbol]
+        y, z = streams[state.key], streams[state.value]
+        run = operations.State(None, None, (y.width, z.width), state.power, batch, seed, True, False)
+        source = Cotangent(self.setting, run, self.problem.v, self._wants_initial(state.symbol))
+        self._cotangents[state.symbol].append(source)
+        self._add(state.key, Pending(Term(z, None, None, None, state.power), True, False, batch, source, turned=True))
+        self._add(state.value, Pending(Term(y, None, None, None, state.power), True, False, batch, source))
+        if self.rate:
+            self._rates.append(Rate(state, (y, y, z, None), source, batch, False))
+
+    def _add(self, name: str, pending: Pending) -> None:
+        if name != "one":
+            self._pending.setdefault(name, []).append(pending)
+
+    def _seed(self, state: State, batch: Batch) -> Tensor | None:
+        """The cotangent of a final state, (*b, parts, ·, ·), if `batch` is the state's own: elsewhere it would count
+        once for every entry."""
+        d, shape = self._d_final.get(state.symbol), self.shapes.state[state.symbol]
+        if d is None or batch != shape[:-2]:
+            return None
+        d = d.movedim(0, -3) if self.problem.cu_seqlens is not None else d.unsqueeze(-3)
+        return _sum_to(d.float(), (*batch, d.shape[-3], *shape[-2:]))
+
+    def _wants_initial(self, symbol: str) -> bool:
+        return symbol in (self.problem.initial or {})
+
+    def _sum(self, pending: list[Pending], batch: Batch, dtype: torch.dtype) -> Tensor:
+        """All pending cotangents of a stream, summed to its batch: those of one direction in one launch."""
+        groups: dict[tuple[bool, bool, Batch], list[Pending]] = {}
+        for one in pending:
+            groups.setdefault((one.reverse, one.strict, one.batch), []).append(one)
+        exact = dtype if len(groups) == 1 else torch.float32
+        total: Tensor | None = None
+        for (reverse, strict, wide), some in groups.items():
+            terms = [one.ready() for one in some]
+            into = total if total is not None and wide == batch and tuple(total.shape[:-2]) == batch else None
+            made = run_read(self.setting, terms, wide, exact, reverse=reverse, strict=strict, into=into)
+            if into is None:
+                made = _sum_to(made, (*batch, *made.shape[-2:]))
+                total = made if total is None else total + made
+        assert total is not None
+        return total
+
+    def _input(self, name: str) -> Tensor:
+        """The gradient of an input in its dtype; that of q in float32 where the scale is an array."""
+        x: Tensor = getattr(self.problem, name)
+        dtype = torch.float32 if name == "q" and self.problem.scale_varies else x.dtype
+        pending = self._pending.pop(name, [])
+        if not pending:
+            return torch.zeros_like(x, dtype=dtype)
+        factor = self.forward.streams[name].factor
+        pending = [one._replace(term=one.term._replace(weight=factor)) for one in pending]
+        return self._sum(pending, tuple(x.shape[:-2]), dtype).to(dtype)
+
+    def _initial(self, symbol: str) -> Tensor:
+        """The gradient of an initial state."""
+        given = (self.problem.initial or {})[symbol]
+        packed = self.problem.cu_seqlens is not None
+        total = torch.zeros_like(given, dtype=torch.float32)
+        for source in self._cotangents[symbol]:
+            found = source.run().final
+            assert found is not None
+            found = found.movedim(-3, 0)
+            total = total + _sum_to(found if packed else found[0], tuple(given.shape))
+        return total
+
+    def _log_decay(self) -> Tensor | None:
+        """Per token and head, or summed to a constant one."""
+        log_decay = self.problem.log_decay
+        if log_decay is None:
+            return None
+        found: dict[Batch, Tensor] = {}
+        for state, streams, source, batch, strict in self._rates:
+            before, after = self.forward.found[state.symbol].borders, source.run().borders
+            assert before is not None and after is not None
+            into = found.get(batch)
+            found[batch] = run_rate(self.setting, streams, (before, after), state.power, strict, batch, into)
+        total = torch.zeros_like(log_decay, dtype=torch.float32)
+        for x in found.values():
+            total = total + _sum_to(x.unsqueeze(-1), tuple(log_decay.shape))
+        return total.to(log_decay.dtype)
+
+
+def _sum_to(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    found: Tensor = sum_to(PLAIN, x, shape)
+    return found
+
+
+def pull(problem: Problem, d_output: Tensor, d_final: States | None, *, rate: bool = True) -> ProblemGradients:
+    """The gradient of a causal or prefix problem with tokens. `rate`: whether that of the log-decays is wanted."""
+    return Backward(problem, d_output, dict(d_final or {}), rate=rate).run()
