@@ -23,6 +23,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter as machine  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 if not isinstance(tl.sum, machine.InterpretedFunction):
     pytest.skip("TRITON_INTERPRET=1 came after triton", allow_module_level=True)
@@ -397,6 +398,7 @@ def reduction(x, out, NAME: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr
     a = tl.load(x + i * N + j)
     if NAME == "sum":
         r = tl.sum(a, axis=AXIS, keep_dims=KEEP)
+        tl.static_assert(r.dtype == x.dtype.element_ty)
     if NAME == "max":
         r = tl.max(a, axis=AXIS, keep_dims=KEEP)
     if NAME == "min":
@@ -407,6 +409,7 @@ def reduction(x, out, NAME: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr
         r = tl.argmin(a, axis=AXIS, keep_dims=KEEP)
     if NAME == "max and where":
         r, place = tl.max(a, axis=AXIS, keep_dims=KEEP, return_indices=True)
+        tl.static_assert(r.dtype == x.dtype.element_ty)
         r = r + place
     if NAME == "reduce":
         r = tl.reduce(a, AXIS, _fading, keep_dims=KEEP)
@@ -488,6 +491,7 @@ def running(x, out, NAME: tl.constexpr, AXIS: tl.constexpr, REVERSE: tl.constexp
         r = tl.cumprod(a, axis=AXIS, reverse=REVERSE)
     if NAME == "scan":
         r = tl.associative_scan(a, AXIS, _fading, reverse=REVERSE)
+    tl.static_assert(r.dtype == x.dtype.element_ty)
     tl.store(out + at, r)
 
 
@@ -736,6 +740,31 @@ def test_descriptors(guarded: None) -> None:
         described[(1,)](x, out, 8, PADDING="zero")
 
 
+@triton.jit
+def taken(tile, out):
+    tl.store(out + tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 16)[None, :], tile.load([0, 0]).to(tl.float32))
+
+
+def test_descriptors_of_the_host(guarded: None) -> None:
+    buffer, out = torch.arange(8 * 16.0).view(8, 16), torch.zeros(8, 16)
+    taken[(1,)](TensorDescriptor(buffer, [8, 16], [16, 1], [8, 16]), out)
+    assert torch.equal(out, buffer)
+    with pytest.raises(
+        IndexError, match=r"32 of 128 lanes out of bounds, .* 1 elements of 4 bytes past the end of tile"
+    ):
+        taken[(1,)](TensorDescriptor(buffer[:6], [8, 16], [16, 1], [8, 16]), out)
+
+
+def test_tensors_under_another_dtype(guarded: None) -> None:
+    x, out = torch.arange(8.0), torch.zeros(8, dtype=torch.int32)
+    copy[(1,)](triton.reinterpret(x, tl.int32), out, 0, 8, 1, N=8)
+    assert torch.equal(out.view(torch.float32), x)
+    with pytest.raises(
+        IndexError, match=r"2 of 8 lanes out of bounds, first \(6,\): 1 elements of 4 bytes past the end of x"
+    ):
+        copy[(1,)](triton.reinterpret(x[:6], tl.int32), out, 0, 8, 1, N=8)
+
+
 def test_bfloat16_within_bounds(guarded: None) -> None:
     x, out = torch.arange(8.0).bfloat16(), torch.zeros(8).bfloat16()
     copy[(1,)](x, out, 0, 8, 1, N=8)
@@ -772,7 +801,9 @@ def test_guards_are_undone() -> None:
 # What nobody wrote.
 
 
-def test_new_memory_is_nan() -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_new_memory_is_nan(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", before)
     x = torch.zeros(3)
     with nan_filled():
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):

@@ -86,8 +86,6 @@ def checked() -> Iterator[None]:
                 if cause is None:
                     raise
                 raise cause from None
-            finally:
-                extents.clear()
 
         return unwrapping
 

@@ -304,9 +304,7 @@ def _choose(call: Call, names: Names, gradient: bool) -> Backend:
 
 
 def _judge(call: Call, gradient: bool, named: tuple[str, ...] = ()) -> list[Candidate]:
-    return [
-        Candidate(b.spec.name, *b.verdict(call, gradient, named=b.spec.name in named)) for b in _ranked()
-    ]
+    return [Candidate(b.spec.name, *b.verdict(call, gradient, named=b.spec.name in named)) for b in _ranked()]
 
 
 def _unsupported(call: Call, candidates: list[Candidate]) -> BackendUnsupportedError:

@@ -93,4 +93,3 @@ def backend() -> Backend:
         check=_check,
         plain_form=_plain_form,
     )
-

@@ -106,7 +106,9 @@ class Gradient(torch.autograd.Function):
     the tensors, zeros for those that have none."""
 
     @staticmethod
-    def forward(split: Split, have: tuple[bool, ...], rate: bool, d_output: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        split: Split, have: tuple[bool, ...], rate: bool, d_output: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, ...]:
         """The ordinary gradient."""
         count = sum(have)
         tensors = rest[count:]
@@ -136,7 +138,13 @@ class Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, dims: tuple[Any, ...], split: Split, have: tuple[bool, ...], rate: bool, d_output: Tensor, *rest: Tensor
+        info: Any,
+        dims: tuple[Any, ...],
+        split: Split,
+        have: tuple[bool, ...],
+        rate: bool,
+        d_output: Tensor,
+        *rest: Tensor,
     ) -> tuple[Any, Any]:
         """The mapped axis as one more batch axis of everything."""
         count, size = sum(have), info.batch_size

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from hla.arrays import sum_to
+from hla.backends.torch.namespace import PLAIN
 from hla.backends.triton import operations
 from hla.backends.triton.forward import Forward, setting_of
 from hla.backends.triton.operations import Batch, Found, Setting, Stream, Term, run_chain, run_rate, run_read, run_state
-from hla.backends.torch.namespace import PLAIN
 from hla.family import Read, State, steps
 from hla.gradients import ProblemGradients
 from hla.problem import Problem, States

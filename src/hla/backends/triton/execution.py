@@ -36,9 +36,7 @@ def compute(problem: Problem) -> tuple[Tensor, States]:
     return forward.run(problem)
 
 
-def differentiate(
-    problem: Problem, d_output: Tensor, d_final: States | None, *, rate: bool = True
-) -> ProblemGradients:
+def differentiate(problem: Problem, d_output: Tensor, d_final: States | None, *, rate: bool = True) -> ProblemGradients:
     """The gradient of `compute`. `rate`: whether that of the log-decays is wanted."""
     if problem.length == 0 or (problem.cu_seqlens is not None and len(problem.cu_seqlens) == 1):
         if problem.cu_seqlens is not None:

@@ -24,7 +24,7 @@ def setting_of(problem: Problem) -> Setting:
     """How a call is cut into chunks, its clock, and the dtype of its products."""
     dtype, precision = arithmetic(problem)
     offsets = None if problem.cu_seqlens is None else tuple(problem.cu_seqlens)
-    cut = timeline(problem.length, chunk_size(problem, dtype), offsets, problem.v.device)
+    cut = timeline(problem.length, chunk_size(problem, dtype, precision), offsets, problem.v.device)
     setting = Setting(cut, Gate(0), dtype, precision)
     log_decay, mask, starts = problem.log_decay, problem.token_mask, problem.starts
     if mask is None and starts is None and (log_decay is None or problem.constant):
@@ -46,11 +46,13 @@ def arithmetic(problem: Problem) -> tuple[torch.dtype, str]:
     return torch.float32, "ieee"
 
 
-def chunk_size(problem: Problem, dtype: torch.dtype) -> int:
+def chunk_size(problem: Problem, dtype: torch.dtype, precision: str) -> int:
     """Tokens per chunk: the power of two at or below what was asked for that the tiles allow, at least 16."""
     widest = max(operations.padded(int(x.shape[-1])) for x in (problem.q, problem.v))
-    room = 128 * 128 * 2 // (widest * (4 if dtype == torch.float32 else 2)) 
-    most = max(16, min(64, 1 << (room.bit_length() - 1)))
+    if dtype == torch.float32 and precision == "ieee":  # no tensor cores: tiles live in the registers
+        most = 32 if widest <= 64 else 16
+    else:
+        most = max(16, min(64, 128 * 64 // widest // (1 if dtype == torch.bfloat16 else 2)))
     asked = problem.chunk_size or most
     return max(16, min(most, 1 << (asked.bit_length() - 1)))
 
@@ -239,4 +241,3 @@ def finish(problem: Problem, forward: Forward) -> Tensor:
     if problem.token_mask is not None:  # 0 / eps, and eps may be 0
         made = torch.where(problem.token_mask, made, made.new_zeros(()))
     return made
-

@@ -129,14 +129,11 @@ def _cast(method: Method) -> Method:
 
 
 def _cast_floats(method: Method) -> Method:
-    """Between floats, with a rounding mode: to the nearest, or toward zero. Those of 8 bits start from the bits."""
+    """From a wider float, with a rounding mode: to the nearest, or toward zero."""
 
     @functools.wraps(method)
     def repaired(self: Any, source: Any, to: Any, rounding: Any) -> Any:
-        wide = (tl.float16, tl.float32, tl.float64)
-        if _is_bfloat16(source) and to.scalar in wide:
-            return self.cast_impl(source, to)
-        if to.scalar == tl.bfloat16 and source.dtype.scalar in wide:
+        if to.scalar == tl.bfloat16 and source.dtype.scalar in (tl.float16, tl.float32, tl.float64):
             nearest = self.cast_impl(source, to)
             if rounding != machine._ir.ROUNDING_MODE.RTZ:
                 return nearest
@@ -152,10 +149,9 @@ def _of_many(method: Method) -> Method:
 
     @functools.wraps(method)
     def repaired(self: Any, value: Any, *rest: Any, **keywords: Any) -> Any:
-        first = value[0] if isinstance(value, tuple) else value
-        if not _is_bfloat16(first.handle):
+        if not _is_bfloat16(value.handle):
             return method(self, value, *rest, **keywords)
-        result = method(self, _as(first, _widen(first.handle)), *rest, **keywords)
+        result = method(self, _as(value, _widen(value.handle)), *rest, **keywords)
         if not isinstance(result, (tuple, list)):
             return _rounded(result)
         return type(result)(_rounded(x) for x in result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,10 @@ watchers: list[Callable[[Launch], None]] = []
 """Called with every launch, before it happens."""
 forced: dict[str, int] = {}
 """Which of its configurations a kernel takes, by the kernel's name: for tests that try them all."""
+
+
+_one_at_a_time = threading.Lock()
+"""The interpreter puts functions of its own in Triton's place while a kernel runs."""
 
 
 class Config(NamedTuple):
@@ -52,13 +57,13 @@ class Kernel:
         keys: Sequence[str] = (),
         *,
         shared: Callable[[dict[str, Any], Config], int] | None = None,
-        widest: Callable[[dict[str, Any]], dict[str, int]] | None = None,
+        useful: Callable[[dict[str, Any], Config], bool] | None = None,
         writes: Sequence[str] = (),
     ) -> None:
         """`keys`: arguments that the choice depends on. `shared`: bytes of shared memory that a configuration needs at
-        least. `widest`: the largest useful blocks. `writes`: arguments that are added to."""
+        least. `useful`: whether one is worth trying at all. `writes`: arguments that are added to."""
         self.function, self.configs, self._keys = function, tuple(configs), tuple(keys)
-        self._shared, self._widest, self._writes = shared, widest, tuple(writes)
+        self._shared, self._useful, self._writes = shared, useful, tuple(writes)
         self._tuned: dict[Any, Any] = {}
 
     @property
@@ -69,9 +74,7 @@ class Kernel:
 
     def candidates(self, arguments: dict[str, Any], limit: int) -> list[Config]:
         """The configurations that fit the sizes and a device with `limit` bytes of shared memory for a program."""
-        widest = {} if self._widest is None else self._widest(arguments)
-        useful = [c for c in self.configs if all(c.blocks[name] <= size for name, size in widest.items())]
-        useful = useful or [min(self.configs, key=lambda c: tuple(c.blocks.values()))]
+        useful = [c for c in self.configs if self._useful is None or self._useful(arguments, c)]
         if self._shared is None:
             return useful
         fitting = [c for c in useful if self._shared(arguments, c) <= limit]
@@ -94,7 +97,11 @@ class Kernel:
             if len(found) > 1 and not interpreting() and self.name not in forced:
                 self._tuner(found, where)[lambda meta: (programs(meta),)](**arguments)
                 return
-            options = {} if interpreting() else {"num_warps": chosen.warps, "num_stages": chosen.stages}
+            if interpreting():
+                with _one_at_a_time:
+                    self.function[(count,)](**arguments, **chosen.blocks)
+                return
+            options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
             self.function[(count,)](**arguments, **chosen.blocks, **options)
 
     def _tuner(self, found: list[Config], where: Tensor) -> Any:

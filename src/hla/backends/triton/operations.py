@@ -35,13 +35,14 @@ def _bytes(arguments: dict[str, Any]) -> int:
 
 
 def _chain_shared(a: dict[str, Any], c: Config) -> int:
-    """The tiles of one chunk, as often as the loop is pipelined."""
+    """The tiles of a chunk, for every stage of the pipeline, and the states as operands."""
     columns = c.blocks["BZ"]
-    tiles = a["C"] * (a["BD"] * (1 if a["x"] is None else 2) + columns)
-    if a["w"] is not None:
-        tiles += a["C"] * a["BW"]
-    held = max(a["BD"], a["BW"]) * columns + a["C"] * a["C"]
-    return (tiles * max(1, c.stages - 1) + held) * _bytes(a)
+    held = (max(a["BD"], a["BW"]) + a["C"]) * columns + a["C"] * a["C"]
+    tiles = 0
+    if c.stages > 1 and not _scalar(a):
+        rows = (a["x"] is not None) + (a["y"] is not None) * (2 if a["DECAY"] == 2 else 1)
+        tiles = a["C"] * (a["BD"] * rows + a["BW"] * (a["w"] is not None) + columns) * c.stages
+    return (tiles + held) * _bytes(a)
 
 
 def _read_shared(a: dict[str, Any], c: Config) -> int:
@@ -54,40 +55,56 @@ def _rate_shared(a: dict[str, Any], c: Config) -> int:
     return (a["C"] * (2 * a["BD"] + 2 * columns) + 2 * a["BD"] * columns) * _bytes(a)
 
 
+def _useful(a: dict[str, Any], c: Config) -> bool:
+    """Blocks no wider than the matrix; without tensor cores small ones, shared by many threads."""
+    if c.blocks["BZ"] > padded(a["DZ"]):
+        return False
+    return not _scalar(a) or (c.blocks["BZ"] <= 32 and c.warps == 8)
+
+
+def _scalar(a: dict[str, Any]) -> bool:
+    """Whether products run without tensor cores."""
+    return bool(a["DOT"] == tl.float32 and a["PRECISION"] == "ieee")
+
+
 CHAIN = Kernel(
     _chain,
     [
+        Config({"BZ": 16}, 8, 2),
         Config({"BZ": 32}, 4, 2),
-        Config({"BZ": 16}, 4, 2),
-        Config({"BZ": 64}, 4, 2),
+        Config({"BZ": 32}, 8, 2),
         Config({"BZ": 64}, 8, 2),
+        Config({"BZ": 16}, 4, 2),
         Config({"BZ": 32}, 8, 1),
-        Config({"BZ": 16}, 4, 1),
+        Config({"BZ": 16}, 8, 1),
     ],
     ("D", "DW", "DZ", "DOT", "C"),
     shared=_chain_shared,
-    widest=lambda a: {"BZ": padded(a["DZ"])},
+    useful=_useful,
 )
 READ = Kernel(
     _read,
     [
         Config({"BZ": 64}, 4, 2),
-        Config({"BZ": 32}, 4, 2),
+        Config({"BZ": 64}, 8, 2),
         Config({"BZ": 128}, 8, 2),
         Config({"BZ": 64}, 4, 3),
+        Config({"BZ": 32}, 8, 2),
+        Config({"BZ": 32}, 4, 2),
+        Config({"BZ": 16}, 8, 1),
         Config({"BZ": 16}, 4, 1),
     ],
     ("D", "D2", "DZ", "DOT", "C"),
     shared=_read_shared,
-    widest=lambda a: {"BZ": padded(a["DZ"])},
+    useful=_useful,
     writes=("r",),
 )
 RATE = Kernel(
     _rate,
-    [Config({"BZ": 32}, 4, 1), Config({"BZ": 64}, 8, 1), Config({"BZ": 16}, 4, 1)],
+    [Config({"BZ": 32}, 8, 1), Config({"BZ": 64}, 8, 1), Config({"BZ": 16}, 8, 1), Config({"BZ": 16}, 4, 1)],
     ("D", "DZ", "DOT", "C"),
     shared=_rate_shared,
-    widest=lambda a: {"BZ": padded(a["DZ"])},
+    useful=_useful,
     writes=("result",),
 )
 CLOCK = Kernel(_clock, [Config({}, 4, 1)])
@@ -130,6 +147,11 @@ class Setting:
     """of the operands of products, and of what is kept between launches"""
     precision: str
     """of these products: "ieee", or "tf32" for float16 inputs, which it holds exactly"""
+
+    @property
+    def scalar(self) -> bool:
+        """Whether products run without tensor cores."""
+        return self.dtype == torch.float32 and self.precision == "ieee"
 
     def common(self) -> dict[str, Any]:
         """Arguments by these names."""
@@ -363,9 +385,7 @@ FEWEST_CHUNKS = 16
 """In a part, so that its own start costs little."""
 
 
-def _run_in_parts(
-    setting: Setting, state: State, cut_in: int, *, borders: bool, final: bool, like: Tensor
-) -> Found:
+def _run_in_parts(setting: Setting, state: State, cut_in: int, *, borders: bool, final: bool, like: Tensor) -> Found:
     """Totals of the parts, what precedes each of them, and then the parts side by side."""
     cut = replace(setting, timeline=in_parts(setting.timeline, cut_in))
     parts = cut.timeline.parts
@@ -408,7 +428,7 @@ def run_read(
     like = terms[0].x.tensor
     assert terms[0].state is not None or terms[0].z is not None
     width = int(terms[0].state.shape[-1]) if terms[0].state is not None else terms[0].z.width  # type: ignore[union-attr]
-    timeline = setting.timeline
+    timeline, widest = setting.timeline, 32 if setting.scalar else 64
     several = into is not None or len(terms) > 2
     add = into is not None
     if into is None:
@@ -442,8 +462,8 @@ def run_read(
             "D": a.x.width,
             "D2": other.x.width,
             "DZ": width,
-            "BK": min(64, padded(a.x.width)),
-            "BK2": min(64, padded(other.x.width)),
+            "BK": min(widest, padded(a.x.width)),
+            "BK2": min(widest, padded(other.x.width)),
             "POWER": a.power,
             "POWER2": other.power,
             "STRICT": strict,

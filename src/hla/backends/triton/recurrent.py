@@ -168,4 +168,3 @@ def _at(x: Tensor, batch: tuple[int, ...], own: int) -> Tensor:
         if n == 1 and x.shape[axis] != 1:
             x = x.narrow(axis, 0, 1)
     return x[(0,) * (axes - len(batch))] if len(batch) < axes else x
-

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 
 from hla.backends.triton.kernels.decay import pair_factors, read_clock, reader_factors, through_factor, writer_factors
-from hla.backends.triton.kernels.views import batch_of, chunk_bounds, entry, load_matrix, load_rows, store_matrix, store_rows
+from hla.backends.triton.kernels.views import (
+    batch_of,
+    chunk_bounds,
+    entry,
+    load_matrix,
+    load_rows,
+    store_matrix,
+    store_rows,
+)
 
 
 @triton.jit
@@ -83,10 +91,11 @@ def chain(
                     across = _reach(across, clock, POWER2, REVERSE, DECAY)
                 output = across * by_state + tl.dot(pairs.to(DOT), result, input_precision=PRECISION) * by_pair2
                 store_rows(entry(o, s_o, b0, b1, b2), s_o, t, inside, columns, DZ, output)
-            w_rows = load_rows(entry(w, s_w, b0, b1, b2), s_w, t, valid, rows_w, DW, DOT)
+            leaves = valid
             if DECAY > 0:
                 state2 = _pass(state2, through_factor(clock, POWER2, DECAY))
-                w_rows, result = _leave(w_rows, result, clock, POWER2, REVERSE, DECAY, DOT)
+                leaves, result = _leave(valid, result, clock, POWER2, REVERSE, DECAY, DOT)
+            w_rows = load_rows(entry(w, s_w, b0, b1, b2), s_w, t, leaves, rows_w, DW, DOT)
             state2 += tl.dot(tl.trans(w_rows), result, input_precision=PRECISION) * into_state2
 
         if DECAY > 0:
@@ -94,7 +103,9 @@ def chain(
             passed *= factor
             state = _pass(state, factor)
             if y is not None:
-                y_rows, z_rows = _leave(y_rows, z_rows, clock, POWER, REVERSE, DECAY, DOT)
+                leaves, z_rows = _leave(valid, z_rows, clock, POWER, REVERSE, DECAY, DOT)
+                if DECAY == 2:
+                    y_rows = load_rows(entry(y, s_y, b0, b1, b2), s_y, t, leaves, rows, D, DOT)
         if y is not None:
             state += tl.dot(tl.trans(y_rows), z_rows, input_precision=PRECISION) * into_state
 
@@ -120,16 +131,13 @@ def _reach(across, clock, POWER: tl.constexpr, REVERSE: tl.constexpr, DECAY: tl.
 
 
 @triton.jit
-def _leave(y, z, clock, POWER: tl.constexpr, REVERSE: tl.constexpr, DECAY: tl.constexpr, DOT: tl.constexpr):
-    """Rows as they enter the state that leaves the chunk; those of another era are left out, whatever they hold."""
+def _leave(valid, z, clock, POWER: tl.constexpr, REVERSE: tl.constexpr, DECAY: tl.constexpr, DOT: tl.constexpr):
+    """Which tokens enter the state that leaves the chunk, and their z; those of another era do not, whatever they hold."""
     if REVERSE:
         seen, factor = reader_factors(clock, POWER, DECAY)
     else:
         seen, factor = writer_factors(clock, POWER, DECAY)
-    z = tl.where(seen[:, None], z.to(tl.float32) * factor[:, None], 0.0).to(DOT)
-    if DECAY == 2:
-        y = tl.where(seen[:, None], y, tl.zeros_like(y))
-    return y, z
+    return valid & seen, tl.where(seen[:, None], z.to(tl.float32) * factor[:, None], 0.0).to(DOT)
 
 
 @triton.jit

@@ -38,7 +38,7 @@ def rate(
     span = tl.zeros([], dtype=tl.float32)
     if d is not None:
         x_rows = load_rows(entry(x, s_x, b0, b1, b2), s_x, t, valid, rows, D, DOT)
-    for k in tl.static_range(0, DZ, BZ):
+    for k in range(0, DZ, BZ):
         columns = k + tl.arange(0, BZ)
         z_rows = load_rows(entry(z, s_z, b0, b1, b2), s_z, t, valid, columns, DZ, DOT)
         before = load_matrix(entry(state, s_state, b0, b1, b2), s_state, n, rows, D, columns, DZ)

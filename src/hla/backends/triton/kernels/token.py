@@ -58,7 +58,9 @@ def token(
         columns = tl.arange(0, BV)
         total = tl.zeros([BV], dtype=tl.float32)
         for i in tl.static_range(len(OUTPUT)):
-            total += _vector(streams, s_streams, factors, b0, b1, b2, part, t, OUTPUT[i], SCRATCH, columns, DV) * weights[i]
+            total += (
+                _vector(streams, s_streams, factors, b0, b1, b2, part, t, OUTPUT[i], SCRATCH, columns, DV) * weights[i]
+            )
         if len(MASSES) > 0:
             mass = eps
             for i in tl.static_range(len(MASSES)):
