@@ -34,9 +34,11 @@ class Split:
         self._rest = replace(problem, **empty, initial=None)
 
     def tensors(self, problem: Problem) -> list[Tensor]:
+        """The tensors, fields before states."""
         return [*(getattr(problem, name) for name in self.fields), *((problem.initial or {}).values())]
 
     def problem(self, tensors: tuple[Tensor, ...], xp: Any) -> Problem:
+        """The problem with these tensors in their places."""
         count = len(self.fields)
         initial = dict(zip(self.symbols, tensors[count:], strict=True)) if self.symbols else None
         fields: dict[str, Any] = dict(zip(self.fields, tensors[:count], strict=True))

@@ -275,7 +275,8 @@ class Backward:
         found: dict[Batch, Tensor] = {}
         for state, streams, source, batch, strict in self._rates:
             before, after = self.forward.found[state.symbol].borders, source.run().borders
-            assert before is not None and after is not None
+            assert before is not None
+            assert after is not None
             into = found.get(batch)
             found[batch] = run_rate(self.setting, streams, (before, after), state.power, strict, batch, into)
         total = torch.zeros_like(log_decay, dtype=torch.float32)

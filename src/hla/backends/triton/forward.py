@@ -108,7 +108,7 @@ class Forward:
 
     def initial(self, symbol: str) -> Tensor | None:
         """(*b, parts, ·, ·), or None for zeros."""
-        given = (self.problem.initial or {}).get(symbol)
+        given: Tensor | None = (self.problem.initial or {}).get(symbol)
         if given is None:
             return None
         return given.movedim(0, -3) if self.problem.cu_seqlens is not None else given.unsqueeze(-3)

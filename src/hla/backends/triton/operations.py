@@ -27,7 +27,7 @@ Batch = tuple[int, ...]
 
 def padded(width: int) -> int:
     """A block that holds a width: a power of two, at least 16, as products of tiles need."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, int(triton.next_power_of_2(width)))
 
 
 def _bytes(arguments: dict[str, Any]) -> int:
@@ -42,17 +42,17 @@ def _chain_shared(a: dict[str, Any], c: Config) -> int:
     if c.stages > 1 and not _scalar(a):
         rows = (a["x"] is not None) + (a["y"] is not None) * (2 if a["DECAY"] == 2 else 1)
         tiles = a["C"] * (a["BD"] * rows + a["BW"] * (a["w"] is not None) + columns) * c.stages
-    return (tiles + held) * _bytes(a)
+    return int((tiles + held) * _bytes(a))
 
 
 def _read_shared(a: dict[str, Any], c: Config) -> int:
     block, columns = max(a["BK"], a["BK2"]), c.blocks["BZ"]
-    return (2 * a["C"] * block + block * columns + a["C"] * (columns + a["C"])) * _bytes(a)
+    return int((2 * a["C"] * block + block * columns + a["C"] * (columns + a["C"])) * _bytes(a))
 
 
 def _rate_shared(a: dict[str, Any], c: Config) -> int:
     columns = c.blocks["BZ"]
-    return (a["C"] * (2 * a["BD"] + 2 * columns) + 2 * a["BD"] * columns) * _bytes(a)
+    return int((a["C"] * (2 * a["BD"] + 2 * columns) + 2 * a["BD"] * columns) * _bytes(a))
 
 
 def _useful(a: dict[str, Any], c: Config) -> bool:
@@ -330,7 +330,8 @@ def run_chain(
 ) -> Chained:
     """A state, its read by x, and the second state Σ w rᵀ, all (*state.batch). `output`: also x's read of the second
     state, in that dtype; then w is y."""
-    assert state.y is not None and state.z is not None
+    assert state.y is not None
+    assert state.z is not None
     timeline, batch = setting.timeline, state.batch
     columns, sizes2 = state.sizes[1], (w.width, state.sizes[1])
     first = Found(

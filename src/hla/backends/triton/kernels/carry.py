@@ -1,7 +1,7 @@
 r"""What precedes each part of a sequence: X_{m+1} = Γ X_m + the total of part m, part after part.
 
-A long sequence of few heads is cut into parts, so that more programs have work: first each part's total, then this, then
-each part from the right start. A program makes a tile of a state. Backwards in time the parts are taken from the last.
+A long sequence of few heads is cut into parts, so that more programs have work: first each part's total, then this,
+then each part from the right start. A program makes a tile of a state. Backwards in time the last part comes first.
 """
 
 import triton
@@ -15,6 +15,7 @@ def carry(
     total, through, initial, before, final, s_total, s_through, s_initial, s_before, s_final, n1, n2, part_count,
     D: tl.constexpr, DZ: tl.constexpr, REVERSE: tl.constexpr, BD: tl.constexpr, BZ: tl.constexpr,
 ):  # fmt: skip
+    """total, before: (parts, D, DZ); through: what a part lets pass, its Γ; initial and final: (1, D, DZ)."""
     pid = tl.program_id(0).to(tl.int64)
     across = (DZ + BZ - 1) // BZ
     blocks = (D + BD - 1) // BD * across

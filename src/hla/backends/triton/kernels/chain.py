@@ -115,7 +115,7 @@ def chain(
     if final2 is not None:
         at = entry(final2, s_final2, b0, b1, b2)
         store_matrix(at, s_final2, part, rows_w, DW, columns, DZ, state2)
-    if through is not None:
+    if through is not None:  # noqa: SIM102 (this is settled when the kernel is compiled)
         if pid % blocks == 0:
             tl.store(entry(through, s_through, b0, b1, b2) + part * s_through[3], passed)
 
@@ -132,7 +132,7 @@ def _reach(across, clock, POWER: tl.constexpr, REVERSE: tl.constexpr, DECAY: tl.
 
 @triton.jit
 def _leave(valid, z, clock, POWER: tl.constexpr, REVERSE: tl.constexpr, DECAY: tl.constexpr, DOT: tl.constexpr):
-    """Which tokens enter the state that leaves the chunk, and their z; those of another era do not, whatever they hold."""
+    """Which tokens enter the state that leaves the chunk, and their z; those of another era never do."""
     if REVERSE:
         seen, factor = reader_factors(clock, POWER, DECAY)
     else:

@@ -77,7 +77,7 @@ def pair_factors(
     when running forwards, writers when running backwards."""
     row = tl.arange(0, C)[:, None]
     column = tl.arange(0, C)[None, :]
-    if REVERSE:
+    if REVERSE:  # noqa: SIM108
         seen = column > row if STRICT else column >= row
     else:
         seen = row > column if STRICT else row >= column

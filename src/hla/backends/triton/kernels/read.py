@@ -42,8 +42,8 @@ def read(
     )  # fmt: skip
     if x2 is not None:
         total += _term(
-            x2, y2, z2, state2, s_x2, s_y2, s_z2, s_state2, b0, b1, b2, n, t, valid, clock, columns, by_state2, by_pair2,
-            D2, DZ, POWER2, DECAY, STRICT, REVERSE, DOT, PRECISION, C, BK2, BZ,
+            x2, y2, z2, state2, s_x2, s_y2, s_z2, s_state2, b0, b1, b2, n, t, valid, clock, columns, by_state2,
+            by_pair2, D2, DZ, POWER2, DECAY, STRICT, REVERSE, DOT, PRECISION, C, BK2, BZ,
         )  # fmt: skip
     at = entry(r, s_r, b0, b1, b2)
     if ADD:

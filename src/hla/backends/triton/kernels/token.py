@@ -19,8 +19,8 @@ def token(
     s_streams, s_before, s_after, s_output, s_log_decay, s_mask, s_starts,
     n1, n2, T, part_count,
     factors, weights, masses, eps,
-    LINES: tl.constexpr, SCRATCH: tl.constexpr, WIDTHS: tl.constexpr, OUTPUT: tl.constexpr, MASSES: tl.constexpr, DV: tl.constexpr,
-    BV: tl.constexpr, SIZE: tl.constexpr,
+    LINES: tl.constexpr, SCRATCH: tl.constexpr, WIDTHS: tl.constexpr, OUTPUT: tl.constexpr, MASSES: tl.constexpr,
+    DV: tl.constexpr, BV: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """LINES: (key, value, state to move or −1, power, query or −1, result, state to read, strict); streams by number.
     SCRATCH: per stream, whether it holds one token of each sequence, and not all. SIZE: numbers of a block."""
