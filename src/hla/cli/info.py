@@ -47,11 +47,14 @@ def run(arguments: argparse.Namespace) -> Report:
     for name in [*available, *sorted(registered.keys() - set(available))]:
         backend = registered[name]
         verdict = backend.availability()
+        if verdict.ok and backend.check is not None:
+            verdict = backend.check()
         rows.append(
             {
                 "backend": name,
                 "available": verdict.ok,
                 "reason": verdict.reason,
+                "checked": backend.check is not None,
                 "install": None if backend.installed else backend.spec.install,
                 "libraries": list(backend.spec.families),
                 "forms": list(backend.spec.forms),
@@ -71,7 +74,7 @@ def run(arguments: argparse.Namespace) -> Report:
                     "any" if row["libraries"] == ["*"] else ", ".join(row["libraries"]),
                     ", ".join(row["forms"]),
                     "yes" if row["gradients"] else "no",
-                    row["description"] if row["available"] else row["reason"],
+                    row["description"] if row["available"] and not row["checked"] else row["reason"],
                 )
                 for row in rows
             ],

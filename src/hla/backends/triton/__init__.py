@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 from hla.backends.registry import Backend, BackendSpec, Call, Gradient, Verdict
 from hla.problem import Problem, Runner
 
 WIDEST = 256
 """The largest d and dv: a chunk of them fits into the registers and shared memory of one program."""
 _DEVICES = ("cuda", "xpu")
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg")
+"""What the drivers of GPUs leave in the file system."""
 
 
 def _load(operator: str) -> Runner:
@@ -29,16 +34,22 @@ def _plain_form(problem: Problem) -> str:
 
 
 def _probe() -> Verdict:
-    from hla.backends.triton import launch
-
-    if launch.interpreting():
-        from hla.backends.triton import interpreter
-
-        interpreter.repair()
+    """Without importing torch or triton for it, as this is asked before there are any tensors."""
+    if _interpreting():
         return Verdict(True, "available in Triton's interpreter (TRITON_INTERPRET=1)")
-    if launch.gpu() is None:
+    torch = sys.modules.get("torch")
+    found = any(map(os.path.exists, _DRIVERS)) if torch is None else torch.accelerator.is_available()
+    if not found:
         return Verdict(False, "no GPU here; to run on the CPU set TRITON_INTERPRET=1 before triton is imported")
     return Verdict(True, "available")
+
+
+def _interpreting() -> bool:
+    if "triton" in sys.modules:
+        from hla.backends.triton import launch
+
+        return launch.interpreting()
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 def _supports(call: Call) -> Verdict:
@@ -67,7 +78,8 @@ def _check() -> Verdict:
     from hla.backends.triton import launch
     from hla.backends.triton.selftest import selftest
 
-    return selftest("cpu" if launch.interpreting() else str(launch.gpu()))
+    device = "cpu" if launch.interpreting() else launch.gpu()
+    return Verdict(False, "no GPU that torch can use") if device is None else selftest(str(device))
 
 
 def backend() -> Backend:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hla import forms
 from hla.backends.registry import Verdict
-from hla.backends.triton import launch
+from hla.backends.triton import interpreter, launch
 from hla.checks import check_call
 from hla.options import Options
 from hla.problem import Problem
@@ -46,6 +46,11 @@ def forget() -> None:
 
 
 def _test(device: torch.device, where: str) -> Verdict:
+    if launch.interpreting():
+        try:
+            interpreter.repair()
+        except RuntimeError as error:
+            return Verdict(False, str(error))
     for operator, dtype, form, gradient in _CASES:
         what = f"{operator}, {str(dtype).removeprefix('torch.')}, {form}"
         try:

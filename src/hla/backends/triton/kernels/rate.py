@@ -1,9 +1,9 @@
 r"""All chunks at once: the gradient of the log-decays through one read, r = x·X with X = Σ y zᵀ.
 
 d log γ_s is p times the sum of Γ(t,j)^p (x_t·y_j)(z_j·d_t) over all pairs with j < s ≤ t (strict: j < s < t), where d
-is the cotangent of r. Each kind of pair is summed by itself, so that no difference of long sums loses digits: both tokens
-in the chunk; j to its left, through the state X that enters it; t to its right, through the cotangent dX of the state
-that leaves it; one on either side, ⟨X, dX⟩.
+is the cotangent of r. Each kind of pair is summed by itself, so that no difference of long sums loses digits: both
+tokens in the chunk; j to its left, through the state X that enters it; t to its right, through the cotangent dX of the
+state that leaves it; one on either side, ⟨X, dX⟩.
 """
 
 import triton
