@@ -138,7 +138,7 @@ def matmul_share(bench: Bench) -> Iterator[Result]:
     length = bench.length(4096)
     work = batched_matmul(place_of("torch"))
     times = bench.turns({**checked(bench, "torch", ("hla2",), length, "forward"), "matmul": work.run})
-    rate = work.flops / times["matmul"].median
+    rate = work.amount / times["matmul"].median
     own = hla.cost("hla2", T=length, d=D, dv=D, heads=HEADS, chunk_size=64).flops / times["hla2"].median
     note = f"{own / 1e9:.0f} of {rate / 1e9:.0f} Gflop/s"
     yield Result("matmul-share", f"torch hla2 of the batched matmul rate, T = {length}, counting chunks of 64",

@@ -84,6 +84,7 @@ def test_every_library_pass_and_peer(tmp_path: Path) -> None:
         elif row["peak_bytes"] is not None:
             assert row["peak_bytes"] >= 3 * 67 * 7 * 4  # its output at least
     assert all(rate > 0 for rates in found["matmul_flops_per_second"].values() for rate in rates.values())
+    assert all(rate > 0 for rate in found["copy_bytes_per_second"].values())
     assert found["machine"]["hla"] == hla.__version__
     assert picture_file.read_text().lstrip().startswith("<?xml")
 
@@ -434,7 +435,8 @@ def test_peak_memory_counts_what_is_released_again(library: str) -> None:
 def test_the_ceilings_count_their_work() -> None:
     work = ceiling.batched_matmul(HOST)
     assert work.run().shape == (64, 64, 64)
-    assert work.flops == 64 * 2 * 64**3
+    assert work.amount == 64 * 2 * 64**3
+    assert ceiling.large_copy(HOST).amount == 2 * 4 * ceiling.large_copy(HOST).run().shape[0]
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -179,3 +180,35 @@ def test_whole_numbers() -> None:
     assert found.flops > 2**53
     for name in ("flops", "state_bytes", "activation_bytes", "kv_cache_bytes", "crossover"):
         assert type(getattr(found, name)) is int
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_traffic_in_bfloat16(d: int) -> None:
+    """Bytes per token with chunks of 64: one pass of linear attention, HLA₂ in two passes that share u, AHLA in one."""
+    expected = {"linear_attention": 12 * d + 4 * d * d // 64, "hla2": 16 * d + 4 * d * d // 64, "ahla": 8 * d}
+    for operator, size in expected.items():
+        found = hla.cost(operator, T=192, d=d, dv=d, heads=3, chunk_size=64, dtype="bfloat16")
+        assert found.traffic_bytes == size * 192 * 3
+
+
+def test_traffic_of_a_decode_step() -> None:
+    """Each state is read and written once, in float32; beside them one token."""
+    step = hla.cost("hla2", T=1, d=5, dv=7, heads=2, form="recurrent", dtype="float16")
+    assert step.traffic_bytes == 2 * (2 * 4 * (5 * 5 + 5 * 7) + 2 * (2 * 5 + 2 * 7))
+
+
+def test_traffic_of_unequal_widths() -> None:
+    """By hand: k, v in and P out; q, k, v, P in and o out."""
+    found = hla.cost("linear_attention", T=32, d=5, dv=7, chunk_size=16, dtype="float32")
+    assert found.traffic_bytes == math.ceil(4 * (5 + 7 + 2 * 5 * 7 / 16 + 2 * 5 + 2 * 7)) * 32
+
+
+@pytest.mark.parametrize("operator", ["linear_attention", "hla2", "ahla", "hla3"])
+def test_traffic_falls_with_longer_chunks_and_rises_backwards(operator: str) -> None:
+    short, long = (hla.cost(operator, T=256, d=31, dv=29, chunk_size=size) for size in (16, 64))
+    assert short.traffic_bytes >= long.traffic_bytes
+    assert short.backward_traffic_bytes > long.backward_traffic_bytes > long.traffic_bytes
+    scanned = hla.cost(operator, T=256, d=31, dv=29, chunk_size=64, form="scan")
+    parallel = hla.cost(operator, T=4096, d=31, dv=29, form="parallel")
+    assert scanned.traffic_bytes > long.traffic_bytes
+    assert parallel.traffic_bytes > 2 * 4 * 4096**2

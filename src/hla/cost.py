@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hla import arrays
+from hla import arrays, traffic
 from hla.arrays import FLOATING
 from hla.checks import spec_of
 from hla.errors import OptionError, message
@@ -26,6 +26,9 @@ class Cost:
         activation_bytes: peak memory of the forward pass beyond inputs, output and states.
         kv_cache_bytes: softmax attention's key-value cache at T tokens in the inputs' dtype: what the state replaces.
         crossover: the number of tokens from which causal softmax attention takes more flops than this.
+        traffic_bytes: what the forward pass has to move between memory and processor at least; a decode step is
+            ``form="recurrent"`` with ``T=1``.
+        backward_traffic_bytes: the same of the gradient, chunkwise.
     """
 
     flops: int
@@ -33,6 +36,8 @@ class Cost:
     activation_bytes: int
     kv_cache_bytes: int
     crossover: int
+    traffic_bytes: int
+    backward_traffic_bytes: int
 
 
 def cost(
@@ -56,6 +61,9 @@ def cost(
     Per token and head, with C tokens per chunk, a read of a state d×e costs 2·C·e + 2·d·e flops and 2·C·d for its
     scores (shared by reads of the same pair), a state's update 2·d·e. Linear attention: 2C(d + dv) + 4·d·dv; HLA₂ twice
     that for d = dv. Causal softmax attention is counted as T(d + dv) per token, half of all T² pairs.
+
+    Traffic, chunkwise: linear attention 3(d + dv) + 2·d·dv/C numbers per token and head, HLA₂ 5d + 3dv + 2·d·dv/C, AHLA
+    2(d + dv), all in the inputs' dtype; recurrent: each state read and written for every token.
 
     Args:
         operator: the operator's name.
@@ -107,7 +115,14 @@ def cost(
         activation_bytes=_activation_numbers(found, d, dv, chunk, T, form) * wide * heads,
         kv_cache_bytes=T * (d + dv) * _BYTES[dtype] * heads,
         crossover=math.ceil(_flops_per_token(found, d, dv, in_long_sequences[1], in_long_sequences[0]) / (d + dv)),
+        traffic_bytes=_bytes(traffic.forward(found, d, dv, chunk, form, T), _BYTES[dtype], wide) * T * heads,
+        backward_traffic_bytes=_bytes(traffic.backward(found, d, dv, chunk), _BYTES[dtype], wide) * T * heads,
     )
+
+
+def _bytes(moved: traffic.Numbers, stored: int, wide: int) -> int:
+    """Per token, rounded up."""
+    return math.ceil(moved.stored * stored + moved.accumulated * wide)
 
 
 def _state_numbers(found: Program, d: int, dv: int) -> int:

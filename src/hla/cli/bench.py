@@ -250,7 +250,7 @@ def _report(arguments: argparse.Namespace, found: dict[str, Any], idle: list[str
         *(f"FAILED: {row['name']}, {row['pass']}, T = {row['T']} on {row['arrays']}: {_why(row)}" for row in failed),
         *(
             f"float32 matmul of {place}, the ceiling: {r['batched'] / 1e9:.0f} Gflop/s in products of 64x64, "
-            f"{r['large'] / 1e9:.0f} Gflop/s in one large product."
+            f"{r['large'] / 1e9:.0f} Gflop/s in one large product. Memory, the other one: {r['copy'] / 1e9:.0f} GB/s."
             for place, r in rates.items()
             if r
         ),
@@ -269,7 +269,10 @@ def _report(arguments: argparse.Namespace, found: dict[str, Any], idle: list[str
             "d": arguments.d,
             "dv": arguments.dv,
             "dtype": arguments.dtype,
-            "matmul_flops_per_second": rates,
+            "matmul_flops_per_second": {
+                place: {name: rate for name, rate in r.items() if name != "copy"} for place, r in rates.items()
+            },
+            "copy_bytes_per_second": {place: r["copy"] for place, r in rates.items() if r},
             "machine": machine(),
             "not_run": [*found["left_out"], *idle],
         },
@@ -313,11 +316,12 @@ def _table(arguments: argparse.Namespace, what: str, rows: list[dict[str, Any]])
                 *(faster(row, kind) if timed else "" for kind in ("softmax", "loop", "composition")),
                 f"{row['flops_per_second'] / 1e9:.1f}" if timed else "",
                 f"{row['share_of_matmul_rate']:.0%}" if timed else "",
+                f"{row['share_of_copy_rate']:.0%}" if timed and row["share_of_copy_rate"] is not None else "",
                 "" if memory is None else size_text(memory),
                 ("" if row["error"] is None else f"{row['error']:.0e}") + ("" if row["ok"] else " WRONG"),
             )
         )
     columns = ("arrays", "backend", "what", "form", " T", " ms", " tokens/s", " softmax / it", " loop / it",
-               " composed / it", " Gflop/s", " of ceiling", " state" if what == "decode" else " peak memory",
-               " error")  # fmt: skip
+               " composed / it", " Gflop/s", " of matmul", " of memory",
+               " state" if what == "decode" else " peak memory", " error")  # fmt: skip
     return Table(f"{_HEADINGS[what]}, {_title(arguments)}", columns, lines)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hla.cli.baselines import Contender, label
-from hla.cli.ceiling import batched_matmul, large_matmul
+from hla.cli.ceiling import batched_matmul, large_copy, large_matmul
 from hla.cli.judging import Judge, Verdict, judge_of
 from hla.cli.memory import peak_bytes
 from hla.cli.passes import backward, forward
@@ -58,7 +58,8 @@ class Group:
     judges: dict[str, Judge]
     """by operator; places share them, as inputs are the same numbers everywhere"""
     rates: dict[str, float] = field(default_factory=dict)
-    """flops per second of "batched" and "large" matrix products; the larger is the ceiling"""
+    """flops per second of "batched" and "large" matrix products, the larger of which is a ceiling; bytes per second of
+    a "copy", which is another"""
     left_out: list[str] = field(default_factory=list)
     """a sentence for each that was not run"""
 
@@ -95,11 +96,15 @@ class Group:
                 turns[i] = self._waiting(subject)
         if not turns:
             return {}
-        ceilings = {"batched": batched_matmul(self.place), "large": large_matmul(self.place)}
+        ceilings = {
+            "batched": batched_matmul(self.place),
+            "large": large_matmul(self.place),
+            "copy": large_copy(self.place),
+        }
         turns |= {name: work.run for name, work in ceilings.items()}
         times = in_turns(turns, self.setting.rounds, least=LEAST_SAMPLE, most=MOST_SAMPLES)
         for name, work in ceilings.items():
-            self.rates[name] = work.flops / times[name].median
+            self.rates[name] = work.amount / times[name].median
         return times
 
     def _waiting(self, subject: Subject) -> Callable[[], Any]:
@@ -198,12 +203,24 @@ class Group:
             flops = int(self._cost(contender, contender.work or subject.form, self.length).flops)
         return flops * (GRADIENT_WORK if what == "backward" else 1)
 
+    def _traffic(self, what: str, subject: Subject) -> int | None:
+        """Bytes that the form that runs has to move; None for peers that are something else."""
+        contender = subject.contender
+        if contender.kind != "operator":
+            return None
+        if what == "decode":
+            return int(self._cost(contender, "recurrent", 1).traffic_bytes)
+        found = self._cost(contender, subject.form, self.length)
+        return int(found.traffic_bytes + (found.backward_traffic_bytes if what == "backward" else 0))
+
     def _row(
         self, what: str, subject: Subject, verdict: Verdict | None, note: str, timing: Timing | None
     ) -> dict[str, Any]:
         s, contender = self.setting, subject.contender
         seconds = None if timing is None else timing.median
         rate = None if seconds is None else self._flops(what, subject) / seconds
+        moved = self._traffic(what, subject)
+        traffic = None if seconds is None or moved is None else moved / seconds
         tokens = 1 if what == "decode" else self.length
         peak = None
         if seconds is not None and what != "decode":
@@ -229,7 +246,9 @@ class Group:
             "samples": 0 if timing is None else len(timing.samples),
             "tokens_per_second": None if seconds is None else tokens / seconds,
             "flops_per_second": rate,
-            "share_of_matmul_rate": None if rate is None else rate / max(self.rates.values()),
+            "share_of_matmul_rate": None if rate is None else rate / max(self.rates["batched"], self.rates["large"]),
+            "bytes_per_second": traffic,
+            "share_of_copy_rate": None if traffic is None else traffic / self.rates["copy"],
             "peak_bytes": peak,
             "state_bytes": subject.state_bytes,
             "error": None if verdict is None else verdict.error,

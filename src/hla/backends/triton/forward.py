@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hla import traffic
 from hla.arrays import broadcast_shapes
 from hla.backends.triton import operations
 from hla.backends.triton.operations import Batch, Found, Gate, Setting, Stream, Term, run_chain, run_read, run_state
@@ -142,7 +143,7 @@ class Forward:
         symbol, state, read = lines[i]
         if read is None or read.strict or read.result in final:
             return False
-        following = self._successor(read.result)
+        following = traffic.successor(self.program, read.result, set(self.streams), set(self.found) | {symbol})
         if following is None:
             return False
         batch = self.shapes.state[symbol][:-2]
@@ -154,7 +155,7 @@ class Forward:
         turned = following.key == read.result
         other = following.value if turned else following.key
         initial = self.initial(following.symbol)
-        last = None if self.keep else self._last_read(following, read, other, final)
+        last = None if self.keep else traffic.last_read(self.program, read, following)
         more = sum(line.state.symbol == symbol and line.read is not None for line in lines) > 1
         needed = following.symbol not in {r.state for r in self.program.reads} or last is None
         made = run_chain(
@@ -179,28 +180,6 @@ class Forward:
             self.streams[read.result] = Stream(made.result)
         self.output = made.output
         return True
-
-    def _successor(self, result: str) -> State | None:
-        """The state that a result feeds, if its other stream is there already."""
-        for state in self.program.states:
-            if state.symbol in self.found or (state.key == result) == (state.value == result):
-                continue
-            if (state.value if state.key == result else state.key) in self.streams:
-                return state
-        return None
-
-    def _last_read(self, following: State, read: Read, other: str, final: set[str]) -> Read | None:
-        """The read of the second state, if it is the whole output and shares the first read's pairs."""
-        program = self.program
-        if len(program.output) != 1 or program.denominator or program.output[0][1] != 1.0:
-            return None
-        reads = [r for r in program.reads if r.state == following.symbol]
-        uses = sum(read.result in (s.key, s.value) for s in program.states)
-        uses += sum(r.query == read.result for r in program.reads)
-        if len(reads) != 1 or uses != 1 or reads[0].result not in final or reads[0].strict:
-            return None
-        same = reads[0].query == read.query and other == program.state(read.state).key
-        return reads[0] if same and following.value == read.result else None
 
 
 def inputs(problem: Problem) -> dict[str, Stream]:
