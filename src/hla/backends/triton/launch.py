@@ -33,6 +33,11 @@ class Config(NamedTuple):
     stages: int = 2
 
 
+def _known(x: Any) -> Any:
+    """What a choice may depend on: a number or name, and of a tensor whether it is there."""
+    return x is not None if isinstance(x, Tensor) or x is None else x
+
+
 class Launch(NamedTuple):
     """One launch, as it was asked for."""
 
@@ -55,16 +60,20 @@ class Kernel:
         function: Any,
         configs: Sequence[Config],
         keys: Sequence[str] = (),
+        sizes: Sequence[str] = (),
         *,
         shared: Callable[[dict[str, Any], Config], int] | None = None,
         useful: Callable[[dict[str, Any], Config], bool] | None = None,
         writes: Sequence[str] = (),
     ) -> None:
-        """`keys`: arguments that the choice depends on. `shared`: bytes of shared memory that a configuration needs at
-        least. `useful`: whether one is worth trying at all. `writes`: arguments that are added to."""
+        """`keys`: arguments that the choice depends on; `sizes`: what else `shared` and `useful` look at. `shared`: bytes
+        of shared memory that a configuration needs at least. `useful`: whether one is worth trying at all. `writes`:
+        arguments that are added to."""
         self.function, self.configs, self._keys = function, tuple(configs), tuple(keys)
         self._shared, self._useful, self._writes = shared, useful, tuple(writes)
+        self._sizes = (*keys, *sizes)
         self._tuned: dict[Any, Any] = {}
+        self._fitting: dict[Any, list[Config]] = {}
 
     @property
     def name(self) -> str:
@@ -77,13 +86,21 @@ class Kernel:
         useful = [c for c in self.configs if self._useful is None or self._useful(arguments, c)]
         if self._shared is None:
             return useful
-        fitting = [c for c in useful if self._shared(arguments, c) <= limit]
-        return fitting or [min(useful, key=lambda c: self._shared(arguments, c))]  # type: ignore[misc]
+        need = {id(c): self._shared(arguments, c) for c in useful}
+        fitting = [c for c in useful if need[id(c)] <= limit]
+        return fitting or [min(useful, key=lambda c: need[id(c)])]
+
+    def _found(self, arguments: dict[str, Any], limit: int) -> list[Config]:
+        """As `candidates`, remembered for what they depend on."""
+        key: tuple[Any, ...] = (limit, *(_known(arguments[name]) for name in self._sizes))
+        if key not in self._fitting:
+            self._fitting[key] = self.candidates(arguments, limit)
+        return self._fitting[key]
 
     def __call__(self, programs: Programs, arguments: dict[str, Any], where: Tensor) -> None:
         """Launch on the device of `where`, unless there is nothing to do."""
         limit = shared_memory(where.device)
-        found = self.candidates(arguments, limit)
+        found = self._found(arguments, limit)
         chosen = found[forced[self.name] % len(found)] if self.name in forced else found[0]
         count = programs(chosen.blocks)
         if count == 0:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -27,7 +26,7 @@ Batch = tuple[int, ...]
 
 def padded(width: int) -> int:
     """A block that holds a width: a power of two, at least 16, as products of tiles need."""
-    return max(16, int(triton.next_power_of_2(width)))
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def _bytes(arguments: dict[str, Any]) -> int:
@@ -79,6 +78,7 @@ CHAIN = Kernel(
         Config({"BZ": 16}, 8, 1),
     ],
     ("D", "DW", "DZ", "DOT", "C"),
+    ("BD", "BW", "x", "y", "w", "DECAY", "PRECISION"),
     shared=_chain_shared,
     useful=_useful,
 )
@@ -95,6 +95,7 @@ READ = Kernel(
         Config({"BZ": 16}, 4, 1),
     ],
     ("D", "D2", "DZ", "DOT", "C"),
+    ("BK", "BK2", "PRECISION"),
     shared=_read_shared,
     useful=_useful,
     writes=("r",),
@@ -103,6 +104,7 @@ RATE = Kernel(
     _rate,
     [Config({"BZ": 32}, 8, 1), Config({"BZ": 64}, 8, 1), Config({"BZ": 16}, 8, 1), Config({"BZ": 16}, 4, 1)],
     ("D", "DZ", "DOT", "C"),
+    ("BD", "PRECISION"),
     shared=_rate_shared,
     useful=_useful,
     writes=("result",),

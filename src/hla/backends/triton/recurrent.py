@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from hla.arrays import broadcast_shapes
@@ -135,7 +134,7 @@ def run(problem: Problem) -> tuple[Tensor, States]:
         "OUTPUT": tuple(names.index(name) for name, _ in program.output),
         "MASSES": tuple(names.index(name) for name, _ in program.denominator),
         "DV": int(v.shape[-1]),
-        "BV": triton.next_power_of_2(int(v.shape[-1])),
+        "BV": 1 << (int(v.shape[-1]) - 1).bit_length(),
     }
     TOKEN(lambda _: grid.batch * cut.parts, arguments, v)
     for symbol, x in after.items():
