@@ -17,6 +17,8 @@ nox.options.sessions = (
     "tests-strict",
     "tests-torch",
     "tests-jax",
+    "tests-triton",
+    "triton-compile",
     "minimal",
     "docs",
 )
@@ -78,6 +80,33 @@ def tests_torch(session: nox.Session) -> None:
 @nox.session(name="tests-jax")
 def tests_jax(session: nox.Session) -> None:
     run_tests(session, "jax", "jax")
+
+
+TRITON_FILES = ("interpreter", "large", "gradients", "benchmarks")
+
+
+@nox.session(name="tests-triton")
+def tests_triton(session: nox.Session) -> None:
+    """The Triton backend's kernels in Triton's interpreter, on the CPU."""
+    session.install(".", *group("test", "cli", "triton"))
+    files = ["tests/test_triton.py", *(f"tests/test_triton_{name}.py" for name in TRITON_FILES)]
+    interpreted = {**ONE_THREAD, "TRITON_INTERPRET": "1"}
+    session.run("pytest", "--arrays=torch", "-n", "2", *files, *session.posargs, env=interpreted)
+
+
+@nox.session(name="triton-compile")
+def triton_compile(session: nox.Session) -> None:
+    """The Triton backend's kernels compiled for several GPUs, without one."""
+    session.install(".", *group("test", "triton"))
+    session.run("pytest", "--arrays=torch", "-n", "2", "tests/test_triton_compile.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="triton-compile-all", default=False)
+def triton_compile_all(session: nox.Session) -> None:
+    """Every configuration of every kernel, for every GPU: the better part of an hour."""
+    session.install(".", *group("test", "triton"))
+    file = "tests/test_triton_compile.py"
+    session.run("pytest", "--arrays=torch", "-n", "2", "-m", "all_configs", file, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

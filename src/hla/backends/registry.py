@@ -67,6 +67,8 @@ class BackendSpec:
         operators: operators it can run.
         forms: forms it can run.
         dtypes: dtypes it takes.
+        products: by dtype of the inputs, the dtype to which operands of products are rounded, where that is not
+            the dtype of accumulation: {"bfloat16": "bfloat16"}.
         gradients: whether it can differentiate, by the library's own means or for `hla.vjp`.
         priority: among backends that can run a call, the highest wins.
     """
@@ -80,6 +82,7 @@ class BackendSpec:
     operators: tuple[str, ...] = OPERATORS
     forms: tuple[str, ...] = ("chunkwise",)
     dtypes: tuple[str, ...] = FLOATING
+    products: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     gradients: bool = True
     priority: int = 0
 

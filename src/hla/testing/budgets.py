@@ -19,6 +19,10 @@ chain of L reads, whose relative errors add:
 | L + 1 | gradients: each input's is a sum over the L reads, whose inputs are recomputed |
 
 `u_out` is the unit roundoff of the output's dtype: its one rounding at the end.
+
+A backend that multiplies 16-bit inputs in 16 bits (`BackendSpec.products`) also rounds what it multiplies to w: of each
+read the weights of pairs or the state, the operand that goes into the state, and the result. These are three roundings
+of each term, independent of how many terms there are, and as above they add up as a root: λ·w·√3·L·amplification more.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ def error_budget(
     normalize: bool = False,
     gradient: bool = False,
     values: int | None = None,
+    products: str | None = None,
 ) -> float:
     r"""What `per_token_error` of a correct result stays below: λ·u·L·(√T + √d)·amplification + u_out, see above.
 
@@ -64,6 +69,7 @@ def error_budget(
         normalize: as for the operator.
         gradient: for gradients with respect to q, k, v, the decays or a state.
         values: how many numbers are compared (N), by default T·(d + dv).
+        products: the dtype to which operands of products are rounded, if it is less than that of accumulation.
 
     Returns:
         The budget, relative to the scale of a row as `per_token_error` takes it.
@@ -81,15 +87,16 @@ def error_budget(
     depth = reads(operator, order)
     count = max(T, 1) * (d + (d if dv is None else dv)) if values is None else max(values, 1)
     factor = math.sqrt(2 * math.log(2 * count * depth / FAILURE))
-    growth = depth * (math.sqrt(max(T, 1)) + math.sqrt(d))
+    amplification = 1.0
     if definition == "as_printed":
-        growth *= 4 if depth == 2 else 4 * max(1.0, 2 * T / 3)
+        amplification *= 4 if depth == 2 else 4 * max(1.0, 2 * T / 3)
     if normalize:
-        growth *= 2
+        amplification *= 2
     if gradient:
-        growth *= depth + 1
-    accumulated = UNIT_ROUNDOFF["float64" if name == "float64" else "float32"]
-    return factor * accumulated * growth + UNIT_ROUNDOFF[name]
+        amplification *= depth + 1
+    accumulated = UNIT_ROUNDOFF["float64" if name == "float64" else "float32"] * (math.sqrt(max(T, 1)) + math.sqrt(d))
+    rounded = 0.0 if products is None else UNIT_ROUNDOFF[products] * math.sqrt(3)
+    return factor * depth * (accumulated + rounded) * amplification + UNIT_ROUNDOFF[name]
 
 
 def reads(operator: str, order: int | None = None) -> int:

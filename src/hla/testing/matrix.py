@@ -11,6 +11,7 @@ from typing import Any
 import hla
 from hla import arrays
 from hla.arrays import Array
+from hla.backends import registered
 from hla.errors import BackendNotInstalledError, BackendUnsupportedError, OptionError, message
 from hla.testing.budgets import UNIT_ROUNDOFF, error_budget, per_token_error
 from hla.testing.cases import CASES, FORMS, OPERATORS, Case, Options
@@ -164,6 +165,7 @@ class Check:
             normalize=options.get("normalize", False),
             gradient=gradient,
             values=values,
+            products=registered()[self.backend].spec.products.get(self.case.dtype),
         )
 
 

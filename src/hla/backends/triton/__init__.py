@@ -10,6 +10,7 @@ from hla.problem import Problem, Runner
 
 WIDEST = 256
 """The largest d and dv: a chunk of them fits into the registers and shared memory of one program."""
+_OLDEST = (3, 4)
 _DEVICES = ("cuda", "xpu")
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg")
 """What the drivers of GPUs leave in the file system."""
@@ -35,6 +36,12 @@ def _plain_form(problem: Problem) -> str:
 
 def _probe() -> Verdict:
     """Without importing torch or triton for it, as this is asked before there are any tensors."""
+    import importlib.metadata
+
+    version = importlib.metadata.version("triton")
+    if tuple(int(n) for n in version.split(".")[:2]) < _OLDEST:
+        least = ".".join(map(str, _OLDEST))
+        return Verdict(False, f"needs triton {least} or later, not {version}, whose compiler fails on these kernels")
     if _interpreting():
         return Verdict(True, "available in Triton's interpreter (TRITON_INTERPRET=1)")
     torch = sys.modules.get("torch")
@@ -92,6 +99,7 @@ def backend() -> Backend:
         extra="triton",
         forms=("recurrent", "chunkwise"),
         dtypes=("float16", "bfloat16", "float32"),
+        products={"bfloat16": "bfloat16", "float16": "float16"},  # TF32 rounds as float16 does
         gradients=True,
         priority=20,
     )

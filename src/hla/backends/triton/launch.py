@@ -66,9 +66,9 @@ class Kernel:
         useful: Callable[[dict[str, Any], Config], bool] | None = None,
         writes: Sequence[str] = (),
     ) -> None:
-        """`keys`: arguments that the choice depends on; `sizes`: what else `shared` and `useful` look at. `shared`: bytes
-        of shared memory that a configuration needs at least. `useful`: whether one is worth trying at all. `writes`:
-        arguments that are added to."""
+        """`keys`: arguments that the choice depends on; `sizes`: what else `shared` and `useful` look at. `shared`:
+        bytes of shared memory that a configuration needs at least. `useful`: whether one is worth trying at all.
+        `writes`: arguments that are added to."""
         self.function, self.configs, self._keys = function, tuple(configs), tuple(keys)
         self._shared, self._useful, self._writes = shared, useful, tuple(writes)
         self._sizes = (*keys, *sizes)

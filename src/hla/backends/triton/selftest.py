@@ -70,7 +70,8 @@ def _fault(device: torch.device, operator: str, dtype: torch.dtype, form: str, g
         problem, exact = _problems(device, operator, dtype, form)
         output, states = compute(problem)
         wanted, final = forms.run(exact)
-        budget = error_budget(operator, dtype, _LENGTH, _D, dv=_DV) if dtype == torch.float32 else _SIXTEEN_BITS
+        name = str(dtype).removeprefix("torch.")
+        budget = error_budget(operator, name, _LENGTH, _D, dv=_DV, products=_PRODUCTS.get(name))
         error = per_token_error(output.cpu(), wanted)
         if not error <= budget:
             return f"output off by {error:.1e}, allowed {budget:.1e}"
@@ -92,8 +93,7 @@ def _fault(device: torch.device, operator: str, dtype: torch.dtype, form: str, g
     return ""
 
 
-_SIXTEEN_BITS = 8 * 2.0**-8
-"""Four products of operands rounded to eight bits, in turn, and as much again for their sums."""
+_PRODUCTS = {"bfloat16": "bfloat16"}
 
 
 def _problems(device: torch.device, operator: str, dtype: torch.dtype, form: str) -> tuple[Problem, Problem]:
