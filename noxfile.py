@@ -109,6 +109,15 @@ def triton_compile_all(session: nox.Session) -> None:
     session.run("pytest", "--arrays=torch", "-n", "2", "-m", "all_configs", file, *session.posargs, env=ONE_THREAD)
 
 
+@nox.session(name="triton-semantics", default=False)
+def triton_semantics(session: nox.Session) -> None:
+    """The compiler's intermediate code of the Triton kernels, run on the CPU by ttsem: a second opinion, optional."""
+    session.install(".", *group("test", "triton"))
+    session.install("--no-deps", "--ignore-requires-python", "ttsem==0.1.0")
+    file = "tests/test_triton_semantics.py"
+    session.run("python", "-m", "ttsem.sanitize", "pytest", "--arrays=torch", file, *session.posargs, env=ONE_THREAD)
+
+
 @nox.session
 def minimal(session: nox.Session) -> None:
     """NumPy alone: no other array library, nothing for the terminal."""

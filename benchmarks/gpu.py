@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="also write everything to a file")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    if device.type != "cpu" and not torch.accelerator.is_available():
+    if device.type != "cpu" and not getattr(torch, device.type).is_available():
         print("No GPU that torch can use.", file=sys.stderr)
         return 2
     found: dict[str, Any] = {"machine": machine(device), "tests": None, "rows": []}

@@ -45,7 +45,8 @@ def _probe() -> Verdict:
     if _interpreting():
         return Verdict(True, "available in Triton's interpreter (TRITON_INTERPRET=1)")
     torch = sys.modules.get("torch")
-    found = any(map(os.path.exists, _DRIVERS)) if torch is None else torch.accelerator.is_available()
+    devices = any(getattr(torch, kind).is_available() for kind in _DEVICES) if torch is not None else None
+    found = any(map(os.path.exists, _DRIVERS)) if devices is None else devices
     if not found:
         return Verdict(False, "no GPU here; to run on the CPU set TRITON_INTERPRET=1 before triton is imported")
     return Verdict(True, "available")

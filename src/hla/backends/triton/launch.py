@@ -21,6 +21,8 @@ forced: dict[str, int] = {}
 """Which of its configurations a kernel takes, by the kernel's name: for tests that try them all."""
 
 
+DEVICES = ("cuda", "xpu")
+"""Devices that Triton compiles for, as torch calls them; ROCm's are "cuda" too."""
 _one_at_a_time = threading.Lock()
 """The interpreter puts functions of its own in Triton's place while a kernel runs."""
 
@@ -133,12 +135,11 @@ class Kernel:
 
 def gpu() -> torch.device | None:
     """The GPU that torch uses, if it is of a kind that Triton compiles for."""
-    if not torch.accelerator.is_available():
-        return None
-    found = torch.accelerator.current_accelerator()
-    if found is None or found.type not in ("cuda", "xpu"):
-        return None
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    for kind in DEVICES:
+        module = getattr(torch, kind)
+        if module.is_available():
+            return torch.device(kind, module.current_device())
+    return None
 
 
 def interpreting() -> bool:
