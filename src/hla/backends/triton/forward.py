@@ -51,7 +51,7 @@ def chunk_size(problem: Problem, dtype: torch.dtype, precision: str) -> int:
     """Tokens per chunk: the power of two at or below what was asked for that the tiles allow, at least 16."""
     widest = max(operations.padded(int(x.shape[-1])) for x in (problem.q, problem.v))
     if dtype == torch.float32 and precision == "ieee":  # no tensor cores: tiles live in the registers
-        most = 32 if widest <= 64 else 16
+        most = 32 if widest <= 128 else 16
     else:
         most = max(16, min(64, 128 * 64 // widest // (1 if dtype == torch.bfloat16 else 2)))
     asked = problem.chunk_size or most

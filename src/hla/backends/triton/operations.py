@@ -58,7 +58,10 @@ def _useful(a: dict[str, Any], c: Config) -> bool:
     """Blocks no wider than the matrix; without tensor cores small ones, shared by many threads."""
     if c.blocks["BZ"] > padded(a["DZ"]):
         return False
-    return not _scalar(a) or (c.blocks["BZ"] <= 32 and c.warps == 8)
+    if not _scalar(a):
+        return True
+    most = 16 if a.get("x2") is not None or "d" in a else 32  # two terms, or a rate: more to hold
+    return c.blocks["BZ"] <= most and c.warps == 8 and c.stages == 1
 
 
 def _scalar(a: dict[str, Any]) -> bool:
@@ -90,6 +93,7 @@ READ = Kernel(
         Config({"BZ": 128}, 8, 2),
         Config({"BZ": 64}, 4, 3),
         Config({"BZ": 32}, 8, 2),
+        Config({"BZ": 32}, 8, 1),
         Config({"BZ": 32}, 4, 2),
         Config({"BZ": 16}, 8, 1),
         Config({"BZ": 16}, 4, 1),
