@@ -99,7 +99,7 @@ READ = Kernel(
         Config({"BZ": 16}, 4, 1),
     ],
     ("D", "D2", "DZ", "DOT", "C"),
-    ("BK", "BK2", "PRECISION"),
+    ("BK", "BK2", "x2", "PRECISION"),
     shared=_read_shared,
     useful=_useful,
     writes=("r",),
