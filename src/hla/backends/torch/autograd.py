@@ -31,7 +31,7 @@ class Split:
         self.packed = problem.cu_seqlens is not None
         self.namespace = problem.xp
         empty: dict[str, Any] = dict.fromkeys(self.fields)
-        self._rest = replace(problem, **empty, initial=None)
+        self.rest = replace(problem, **empty, initial=None)
 
     def tensors(self, problem: Problem) -> list[Tensor]:
         """The tensors, fields before states."""
@@ -42,7 +42,7 @@ class Split:
         count = len(self.fields)
         initial = dict(zip(self.symbols, tensors[count:], strict=True)) if self.symbols else None
         fields: dict[str, Any] = dict(zip(self.fields, tensors[:count], strict=True))
-        return replace(self._rest, xp=xp, initial=initial, **fields)
+        return replace(self.rest, xp=xp, initial=initial, **fields)
 
 
 class Operator(torch.autograd.Function):

@@ -6,21 +6,19 @@ derivatives, and the gradient has no gradient: these are refused, not dropped.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from hla import packing
 from hla.backends.torch.autograd import Split
-from hla.backends.triton.execution import compute, differentiate
+from hla.backends.triton import library
+from hla.backends.triton.execution import compute
 from hla.errors import BackendUnsupportedError, message
 from hla.problem import Problem, States
 
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 _OWN_AXES = 2
 """of every tensor of a problem, behind its batch axes"""
 
@@ -31,22 +29,16 @@ def run(problem: Problem) -> tuple[Tensor, States]:
         return packing.run(problem, run)
     split = Split(problem)
     tensors = split.tensors(problem)
-    for x in tensors:
-        _refuse_subclass(x)
     mapped = torch._C._are_functorch_transforms_active()
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if mapped or recorded or forward_ad._current_level >= 0:
         output, *states = Operator.apply(split, *tensors)  # type: ignore[no-untyped-call]
-        return output, dict(zip(split.states, states, strict=False))
-    with torch.no_grad():
-        return compute(problem)
-
-
-def _refuse_subclass(x: Tensor) -> None:
-    if type(x) not in _PLAIN:
-        raise BackendUnsupportedError(
-            message("backend", "plain torch tensors for triton", type(x).__name__, 'Use backend="torch".')
-        )
+    elif library.is_traced(tensors):
+        output, *states = library.run(split, tuple(tensors))
+    else:
+        with torch.no_grad():
+            return compute(problem)
+    return output, dict(zip(split.states, states, strict=False))
 
 
 def _refused(what: str) -> BackendUnsupportedError:
@@ -61,9 +53,7 @@ class Operator(torch.autograd.Function):
     @staticmethod
     def forward(split: Split, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Output, and states where the caller wants them."""
-        problem = replace(split.problem(tensors, split.namespace), overwrite=False)
-        output, states = compute(problem)
-        return (output, *(states[symbol] for symbol in split.states)) if problem.return_state else (output,)
+        return library.run(split, tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -111,16 +101,7 @@ class Gradient(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """The ordinary gradient."""
         count = sum(have)
-        tensors = rest[count:]
-        problem = split.problem(tensors, split.namespace)
-        symbols = [symbol for symbol, given in zip(split.states, have, strict=False) if given]
-        found = differentiate(problem, d_output, dict(zip(symbols, rest[:count], strict=True)), rate=rate)
-        given = found._asdict()
-        made = [*(given.get(name) for name in split.fields), *(found.initial[s] for s in split.symbols)]
-        return tuple(
-            x.new_zeros((1,) * x.ndim).expand(x.shape) if d is None else d.to(x.dtype)
-            for x, d in zip(tensors, made, strict=True)
-        )
+        return library.pull(split, have, rate, (d_output, *rest[:count]), rest[count:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -218,3 +199,14 @@ def _unmapped(split: Split, found: tuple[Tensor, ...], size: int, rank: int) -> 
         results.append(x.movedim(1, 0) if packed and has else x)
         axes.append(0 if has else None)
     return tuple(results), tuple(axes)
+
+
+def _mapped_triton(info: Any, dims: Any, tensors: list[Tensor], how: str) -> tuple[Any, Any]:
+    split, size = library.read(how, tensors)[1], info.batch_size
+    rank = _rank(tensors, dims[0], split)
+    found = torch.ops.hla.triton(_mapped(split, tensors, dims[0], size, rank), how)
+    results, axes = _unmapped(split, found, size, rank)
+    return list(results), list(axes)
+
+
+torch.library.register_vmap("hla::triton", _mapped_triton, lib=library.registered)
