@@ -82,7 +82,7 @@ def tests_jax(session: nox.Session) -> None:
     run_tests(session, "jax", "jax")
 
 
-TRITON_FILES = ("interpreter", "large", "gradients", "benchmarks")
+TRITON_FILES = ("interpreter", "large", "gradients", "library")
 
 
 @nox.session(name="tests-triton")
