@@ -103,8 +103,7 @@ class Forward:
         result: States = {}
         for symbol, found in self.found.items():
             assert found.final is not None
-            whole = found.final.movedim(-3, 0)
-            result[symbol] = whole if self.problem.cu_seqlens is not None else whole[0]
+            result[symbol] = final_state(self.problem, found.final.movedim(-3, 0))
         return result
 
     def initial(self, symbol: str) -> Tensor | None:
@@ -184,12 +183,23 @@ class Forward:
 
 def inputs(problem: Problem) -> dict[str, Stream]:
     """The input streams. A scale that is an array is multiplied in here; a number waits for the kernels."""
-    q = Stream(problem.q, float(problem.scale)) if not problem.scale_varies else Stream(problem.q * problem.scale)
+    if isinstance(problem.scale, Tensor):
+        q = Stream(problem.q.float() * problem.scale)
+    else:
+        q = Stream(problem.q, problem.scale)
     found = {"q": q, "k": Stream(problem.k), "v": Stream(problem.v)}
     if problem.program.denominator:
         one = problem.v.new_ones(())
         found["one"] = Stream(one.expand(*problem.v.shape[:-1], 1))
     return found
+
+
+def final_state(problem: Problem, x: Tensor) -> Tensor:
+    """A final state (parts, *b, ·, ·) as callers get it: for packed sequences with their axis before all batch axes."""
+    if problem.cu_seqlens is None:
+        return x[0]
+    missing = max(y.ndim for y in (problem.q, problem.k, problem.v)) - (x.ndim - 1)
+    return x if missing <= 0 else x.reshape(x.shape[0], *(1,) * missing, *x.shape[1:])
 
 
 def natural(problem: Problem) -> Problem:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hla.arrays import broadcast_shapes
-from hla.backends.triton.forward import inputs, natural
+from hla.backends.triton.forward import final_state, inputs, natural
 from hla.backends.triton.kernels.token import token as _token
 from hla.backends.triton.launch import Config, Kernel
 from hla.backends.triton.timeline import timeline
@@ -141,7 +141,10 @@ def run(problem: Problem) -> tuple[Tensor, States]:
         view = grid.views[f"after {symbol}"]
         if view is not None and view.tensor is not x:
             x.copy_(view.tensor)
-    finals = {symbol: _natural(x.movedim(-3, 0), shapes.state[symbol][:-2], packed) for symbol, x in after.items()}
+    finals: States = {}
+    for symbol, x in after.items():
+        own = _at(x, (*shapes.state[symbol][:-2], cut.parts), 2)
+        finals[symbol] = final_state(problem, own.movedim(-3, 0))
     return _at(output, output_batch, 2), finals
 
 
@@ -151,12 +154,6 @@ def _in_place(problem: Problem, start: Tensor | None, shape: tuple[int, ...]) ->
         return None
     spread = all(step != 0 or n == 1 for n, step in zip(start.shape, start.stride(), strict=True))
     return start if spread else None
-
-
-def _natural(x: Tensor, batch: tuple[int, ...], packed: bool) -> Tensor:
-    """A final state (parts, *b, ·, ·) on the batch axes that it has by itself: one of those that share it."""
-    x = x if packed else x[0]
-    return _at(x, (x.shape[0], *batch) if packed else batch, 2)
 
 
 def _at(x: Tensor, batch: tuple[int, ...], own: int) -> Tensor:

@@ -78,7 +78,8 @@ def _merge(batch: tuple[int, ...], strides: Sequence[tuple[int, ...]]) -> tuple[
 
 
 def _dense(x: Tensor, own: int, batch: tuple[int, ...]) -> Tensor:
-    """A tensor that has every batch axis, in one piece; what broadcasts along all of them stays as it is."""
-    if all(n == 1 for n in x.shape[: x.ndim - own]):
+    """A tensor whose batch axes are one, all of them there; what broadcasts along all of them stays as it is."""
+    axes = x.shape[: x.ndim - own]
+    if all(n == 1 for n in axes) or (tuple(axes) == batch and len(_merge(batch, [x.stride()[: len(axes)]])[0]) <= 1):
         return x
     return x.expand(*batch, *x.shape[x.ndim - own :]).contiguous()

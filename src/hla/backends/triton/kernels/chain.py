@@ -11,7 +11,14 @@ as they enter each chunk, for `hla.backends.triton.kernels.read`.
 import triton
 import triton.language as tl
 
-from hla.backends.triton.kernels.decay import pair_factors, read_clock, reader_factors, through_factor, writer_factors
+from hla.backends.triton.kernels.decay import (
+    pair_factors,
+    read_clock,
+    reader_factors,
+    separate,
+    through_factor,
+    writer_factors,
+)
 from hla.backends.triton.kernels.views import (
     batch_of,
     chunk_bounds,
@@ -75,21 +82,29 @@ def chain(
         if x is not None:
             x_rows = load_rows(entry(x, s_x, b0, b1, b2), s_x, t, valid, rows, D, DOT)
             product = tl.dot(x_rows, tl.trans(y_rows), input_precision=PRECISION)
+            sound = z_rows
+            if DECAY == 2:
+                sound, spoilt = separate(z_rows)
+                product += spoilt[None, :]
             pairs = pair_factors(product, clock, POWER, REVERSE, STRICT, DECAY, C)
             across = tl.dot(x_rows, state.to(DOT), input_precision=PRECISION)
             if DECAY > 0:
                 across = _reach(across, clock, POWER, REVERSE, DECAY)
-            result = across * by_state + tl.dot(pairs.to(DOT), z_rows, input_precision=PRECISION) * by_pair
+            result = across * by_state + tl.dot(pairs.to(DOT), sound, input_precision=PRECISION) * by_pair
             result = result.to(DOT)
             if r is not None:
                 store_rows(entry(r, s_r, b0, b1, b2), s_r, t, inside, columns, DZ, result)
             if o is not None:
-                if POWER2 != POWER:
+                sound = result
+                if DECAY == 2:
+                    sound, spoilt = separate(result)
+                    product += spoilt[None, :]
+                if POWER2 != POWER or DECAY == 2:
                     pairs = pair_factors(product, clock, POWER2, REVERSE, STRICT, DECAY, C)
                 across = tl.dot(x_rows, state2.to(DOT), input_precision=PRECISION)
                 if DECAY > 0:
                     across = _reach(across, clock, POWER2, REVERSE, DECAY)
-                output = across * by_state + tl.dot(pairs.to(DOT), result, input_precision=PRECISION) * by_pair2
+                output = across * by_state + tl.dot(pairs.to(DOT), sound, input_precision=PRECISION) * by_pair2
                 store_rows(entry(o, s_o, b0, b1, b2), s_o, t, inside, columns, DZ, output)
             leaves = valid
             if DECAY > 0:

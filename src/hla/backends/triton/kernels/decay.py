@@ -69,6 +69,12 @@ def _exponent(reader_high, reader_low, high, low, DECAY: tl.constexpr):
 
 
 @triton.jit
+def _power(log, seen, POWER: tl.constexpr):
+    """exp of the log's multiple. Tokens behind the chunk's end would make logs above 0, and infinities."""
+    return tl.exp(tl.where(seen & ~(log > 0.0), log, 0.0) * POWER)
+
+
+@triton.jit
 def pair_factors(
     product, clock, POWER: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr, DECAY: tl.constexpr,
     C: tl.constexpr,
@@ -91,8 +97,16 @@ def pair_factors(
                 seen = seen & (clock[5][None, :] == clock[2][:, None]) & clock[6][None, :]
             else:
                 seen = seen & (clock[5][:, None] == clock[2][None, :]) & clock[6][:, None]
-        product = product * tl.exp(tl.where(seen, log, 0.0) * POWER)
+        product = product * _power(log, seen, POWER)
     return tl.where(seen, product, 0.0)
+
+
+@triton.jit
+def separate(z):
+    """Rows that are not finite as zeros, and for each row 0 or NaN: added to its column of products, that spoils the
+    tokens that see it. In a product 0·NaN would spoil those of other eras too."""
+    spoilt = tl.sum(z.to(tl.float32) * 0.0, axis=1)
+    return tl.where((spoilt == 0.0)[:, None], z, tl.zeros_like(z)), spoilt
 
 
 @triton.jit
@@ -100,7 +114,7 @@ def reader_factors(clock, POWER: tl.constexpr, DECAY: tl.constexpr):
     """From the state that enters the chunk to each reader: whether any, and the factor."""
     seen = (clock[5] == 0) & clock[6]
     log = clock[3] * clock[4] if DECAY == 1 else clock[3] + clock[4]
-    return seen, tl.exp(tl.where(seen, log, 0.0) * POWER)
+    return seen, _power(log, seen, POWER)
 
 
 @triton.jit
@@ -108,7 +122,7 @@ def writer_factors(clock, POWER: tl.constexpr, DECAY: tl.constexpr):
     """From each writer to the state that leaves the chunk: whether any, and the factor."""
     seen = clock[2] == clock[9]
     log = _exponent(clock[7], clock[8], clock[0], clock[1], DECAY)
-    return seen, tl.exp(tl.where(seen, log, 0.0) * POWER)
+    return seen, _power(log, seen, POWER)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ columns.
 import triton
 import triton.language as tl
 
-from hla.backends.triton.kernels.decay import pair_factors, read_clock, reader_factors, writer_factors
+from hla.backends.triton.kernels.decay import pair_factors, read_clock, reader_factors, separate, writer_factors
 from hla.backends.triton.kernels.views import batch_of, chunk_bounds, entry, load_matrix, load_rows, store_rows
 
 
@@ -78,7 +78,10 @@ def _term(
         across = tl.where(seen[:, None], across * factor[:, None], 0.0)
     total = across * by_state
     if y is not None:
-        pairs = pair_factors(product, clock, POWER, REVERSE, STRICT, DECAY, C)
         z_rows = load_rows(entry(z, s_z, b0, b1, b2), s_z, t, valid, columns, DZ, DOT)
+        if DECAY == 2:
+            z_rows, spoilt = separate(z_rows)
+            product += spoilt[None, :]
+        pairs = pair_factors(product, clock, POWER, REVERSE, STRICT, DECAY, C)
         total += tl.dot(pairs.to(DOT), z_rows, input_precision=PRECISION) * by_pair
     return total
