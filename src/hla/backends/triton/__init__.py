@@ -23,7 +23,7 @@ def _load(operator: str) -> Runner:
 
 
 def _load_gradient(operator: str) -> Gradient:
-    from hla.backends.triton.execution import pull
+    from hla.backends.triton.autograd import pull
 
     return pull
 

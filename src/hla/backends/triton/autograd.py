@@ -15,8 +15,9 @@ from torch.autograd import forward_ad
 from hla import packing
 from hla.backends.torch.autograd import Split
 from hla.backends.triton import library
-from hla.backends.triton.execution import compute
+from hla.backends.triton.execution import compute, differentiate
 from hla.errors import BackendUnsupportedError, message
+from hla.gradients import ProblemGradients
 from hla.problem import Problem, States
 
 _OWN_AXES = 2
@@ -39,6 +40,25 @@ def run(problem: Problem) -> tuple[Tensor, States]:
         with torch.no_grad():
             return compute(problem)
     return output, dict(zip(split.states, states, strict=False))
+
+
+def pull(problem: Problem, d_output: Tensor, d_final: States | None) -> ProblemGradients:
+    """The gradient of `run` applied to cotangents, for `hla.vjp`. What watches it sees a node that refuses to go on."""
+    split = Split(problem)
+    tensors, given = split.tensors(problem), d_final or {}
+    everything = [*tensors, d_output, *given.values()]
+    mapped = torch._C._are_functorch_transforms_active()
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in everything)
+    if not mapped and not recorded and not library.is_traced(everything):
+        with torch.no_grad():
+            return differentiate(problem, d_output, d_final)
+    have = tuple(symbol in given for symbol in split.states)
+    cotangents = [given[symbol] for symbol in split.states if symbol in given]
+    found = Gradient.apply(split, have, True, d_output, *cotangents, *tensors)  # type: ignore[no-untyped-call]
+    fields = dict(zip(split.fields, found, strict=False))
+    initial = dict(zip(split.symbols, found[len(split.fields) :], strict=True))
+    log_decay, scale = fields.get("log_decay"), fields.get("scale")
+    return ProblemGradients(fields["q"], fields["k"], fields["v"], log_decay, initial, scale)
 
 
 def _refused(what: str) -> BackendUnsupportedError:

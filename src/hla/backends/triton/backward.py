@@ -20,7 +20,7 @@ from torch import Tensor
 from hla.arrays import sum_to
 from hla.backends.torch.namespace import PLAIN
 from hla.backends.triton import operations
-from hla.backends.triton.forward import Forward, setting_of
+from hla.backends.triton.forward import Forward, seen, setting_of
 from hla.backends.triton.operations import Batch, Found, Setting, Stream, Term, run_chain, run_rate, run_read, run_state
 from hla.family import Read, State, steps
 from hla.gradients import ProblemGradients
@@ -105,7 +105,7 @@ class Backward:
         q, k, v = (self._input(name) for name in ("q", "k", "v"))
         scale = None
         if isinstance(problem.scale, Tensor):
-            scale = _sum_to(q * problem.q, tuple(problem.scale.shape))
+            scale = _sum_to(seen(problem, q * problem.q), tuple(problem.scale.shape))
             q = q * problem.scale
         initial = {symbol: self._initial(symbol) for symbol in problem.initial or {}}
         return ProblemGradients(q.to(problem.q.dtype), k, v, self._log_decay(), initial, scale)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from hla import forms, gradients, packing
@@ -45,9 +44,3 @@ def differentiate(problem: Problem, d_output: Tensor, d_final: States | None, *,
     if problem.program.spec.mask == "none":
         return Whole(problem).pull(d_output)
     return backward.pull(problem, d_output, d_final, rate=rate)
-
-
-def pull(problem: Problem, d_output: Tensor, d_final: States | None) -> ProblemGradients:
-    """The gradient of `run`, for `hla.vjp`."""
-    with torch.no_grad():
-        return differentiate(problem, d_output, d_final)

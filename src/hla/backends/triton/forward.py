@@ -202,6 +202,12 @@ def final_state(problem: Problem, x: Tensor) -> Tensor:
     return x if missing <= 0 else x.reshape(x.shape[0], *(1,) * missing, *x.shape[1:])
 
 
+def seen(problem: Problem, x: Tensor) -> Tensor:
+    """x (*b, T, ·), 0 at skipped tokens, whatever they hold."""
+    mask = problem.token_mask
+    return x if mask is None else torch.where(mask, x, x.new_zeros(()))
+
+
 def natural(problem: Problem) -> Problem:
     """The problem of one packed sequence, as far as shapes go."""
     if problem.cu_seqlens is None:

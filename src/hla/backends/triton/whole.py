@@ -12,7 +12,7 @@ from torch import Tensor
 from hla.arrays import broadcast_shapes, sum_to
 from hla.backends.torch.namespace import PLAIN
 from hla.backends.triton import operations
-from hla.backends.triton.forward import inputs, setting_of
+from hla.backends.triton.forward import inputs, seen, setting_of
 from hla.backends.triton.operations import Setting, Stream, Term, run_read, run_state
 from hla.gradients import ProblemGradients
 from hla.problem import Problem, combine_reads
@@ -79,7 +79,7 @@ class Whole:
                 found[name] = found[name] + made if name in found else made
         q, scale = found["q"] * self.streams["q"].factor, None
         if isinstance(problem.scale, Tensor):
-            scale = sum_to(PLAIN, q * problem.q, tuple(problem.scale.shape))
+            scale = sum_to(PLAIN, seen(problem, q * problem.q), tuple(problem.scale.shape))
             q = q * problem.scale
         k, v = found["k"].to(problem.k.dtype), found["v"].to(problem.v.dtype)
         return ProblemGradients(q.to(problem.q.dtype), k, v, None, {}, scale)

@@ -67,8 +67,12 @@ def rate(
         total += tl.sum(tl.where(later, left[:, None], 0.0), axis=0)
         product = tl.dot(x_rows, tl.trans(y_rows), input_precision=PRECISION) * weights
         product = pair_factors(product, clock, POWER, False, STRICT, DECAY, C) * by_pair
-        reached = tl.cumsum(product, axis=1) - product  # of tokens (t, s): Σ over j < s
-        total += tl.sum(tl.where(later, reached, 0.0), axis=0)
+        # of tokens (t, j): Σ over all up to j, which tokens s = j + 1 ≤ t have before them. To subtract a token from
+        # its own sum would lose the others, where one γ is tiny.
+        reached = tl.cumsum(product, axis=1)
+        beyond = row > column + 1 if STRICT else row > column
+        inside = tl.sum(tl.where(beyond, reached, 0.0), axis=0)
+        total += tl.sum(tl.where(column + 1 == row, inside[None, :], 0.0), axis=1)
     total = tl.where(valid, total * POWER, 0.0)
     at = entry(result, s_result, b0, b1, b2) + t * s_result[3]
     inside = t < stop

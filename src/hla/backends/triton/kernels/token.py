@@ -39,7 +39,8 @@ def token(
                     streams, before, after, s_streams, s_before, s_after, factors, b0, b1, b2, part, start,
                     0.0, False, False, True, line, LINES, SCRATCH, WIDTHS, SIZE,
                 )  # fmt: skip
-    for t in range(start, stop):
+    for step in range(stop - start):
+        t = start + step  # 64 bits wide, as start is
         kept = True
         if mask is not None:
             kept = tl.load(entry(mask, s_mask, b0, b1, b2) + t * s_mask[3]) != 0
