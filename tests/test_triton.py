@@ -18,6 +18,7 @@ import hla
 import libraries
 
 torch: Any = libraries.only("torch")
+pytest.importorskip("triton")
 
 from hla.backends import selection  # noqa: E402
 from hla.backends.triton import backward, execution, forward, launch, operations, recurrent, selftest  # noqa: E402

@@ -16,6 +16,7 @@ import hla
 import libraries
 
 torch: Any = libraries.only("torch")
+pytest.importorskip("triton")
 
 from torch.autograd import forward_ad  # noqa: E402
 
