@@ -107,6 +107,7 @@ SPILLS = (
     Allowance("sm_80, bf16 64x64: read of two* decay *", 384, CLOSE),
     Allowance("sm_80, bf16 128x128: read of two*", 144, CLOSE),
     Allowance("sm_80, bf16 128x128: chain *", 3264, CLOSE),
+    Allowance("sm_80, bf16 128x128: rate *", 32, CLOSE),
     Allowance("gfx942, bf16 64x64: chain with read* decay *", 1152, WAVES),
     Allowance("gfx942, bf16 128x128: chain *", 1408, WAVES),
     Allowance("gfx942, bf16 128x128: rate *", 256, WAVES),
