@@ -346,7 +346,7 @@ def test_no_sequences(form: str) -> None:
 
 
 def test_borders_for_each_head() -> None:
-    """segment_ids that differ from head to head, with skipped tokens at the borders."""
+    """segment_ids that differ from head to head, with borders at a chunk's first token, and skipped tokens there."""
     ids = torch.tensor([[0] * 3 + [1] * 14 + [7] * 2, [0] * 16 + [1] * 3])
     mask = torch.ones(2, 19, dtype=torch.bool)
     mask[0, 3] = mask[1, 15] = mask[1, 0] = False
@@ -355,7 +355,7 @@ def test_borders_for_each_head() -> None:
         length = SHORT[form]
         q, k, v = draw(length)
         options = {"segment_ids": ids[:, :length], "token_mask": mask[:, :length], "spoil": True, "form": form}
-        check(operator, q, k, v, decay=0.8, **options, **own)
+        check(operator, q, k, v, decay=0.8, chunk_size=16, **options, **own)
 
 
 # --- dtypes ------------------------------------------------------------------------------------------------------
@@ -633,6 +633,26 @@ def test_bad_states(form: str) -> None:
         assert found[0].isfinite().all()
         assert found[1, [0, 1, *range(4, length)]].isfinite().all()
         assert all(x[[0, 2]].isfinite().all() and x[1, 0].isfinite().all() for x in end)
+
+
+@overflowing
+@pytest.mark.parametrize("name", ["linear_attention", "hla2", "ahla", "order 4"])
+def test_bad_values_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a part with a reset is given, a token's or a state's, it does not hand on."""
+    monkeypatch.setattr(operations, "FEWEST_CHUNKS", 1)
+    operator, own = OPERATORS[name]
+    q, k, v = draw(48)
+    log_decay = torch.where(torch.arange(48) == 20, -torch.inf, -0.1)
+    state = initial(operator, own, q, (2,), d=5, dv=7)
+    options = {"log_decay": log_decay, "chunk_size": CHUNK, "return_state": True, **own}
+    with Launched() as kernels:
+        clean, last = run(operator, q, k, v, initial_state=state, **options)
+    assert kernels["carry"]
+    spoilt = type(state)(*(torch.full_like(x, torch.nan) for x in state))
+    for given, start in ((bad({"q": q, "k": k, "v": v}, "k", 3), state), ({"q": q, "k": k, "v": v}, spoilt)):
+        found, end = run(operator, **given, initial_state=start, **options)
+        assert torch.equal(found[:, 20:], clean[:, 20:])
+        assert all(map(torch.equal, end, last))
 
 
 @overflowing

@@ -60,6 +60,16 @@ def test_recurrent(name: str) -> None:
     check(name, *draw(5), form="recurrent", gradient=True, return_state=True, **gates("log_decay", 5))
 
 
+@pytest.mark.parametrize(("name", "mask"), [("hla2 printed", "causal"), ("hla2", "none"), ("order 4", "causal")])
+def test_borders_for_each_head(name: str, mask: str) -> None:
+    """At a chunk's first token for one head, within it for another: strict reads and cotangents stop there too."""
+    operator, own = OPERATORS[name]
+    ids = torch.tensor([[0] * 3 + [1] * 14 + [7] * 2, [0] * 16 + [1] * 3])
+    options = {"segment_ids": ids, "mask": mask, "chunk_size": 16, **own}
+    options |= {} if mask == "none" else {"log_decay": torch.full((19,), -0.2)}
+    check(operator, *draw(19), gradient=True, **options)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str) -> None:
     """Of what is laid out, for what it was made of; expanded axes are summed."""
