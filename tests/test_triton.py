@@ -21,7 +21,9 @@ torch: Any = libraries.only("torch")
 pytest.importorskip("triton")
 
 from hla.backends import selection  # noqa: E402
-from hla.backends.triton import backward, execution, forward, launch, operations, recurrent, selftest  # noqa: E402
+from hla.backends.staged import backward, execution, forward, operations  # noqa: E402
+from hla.backends.staged.engine import Arithmetic  # noqa: E402
+from hla.backends.triton import engine, launch, selftest  # noqa: E402
 from hla.cli import main  # noqa: E402
 from hla.errors import BackendUnsupportedError  # noqa: E402
 from hla.testing import placements, plan_checks  # noqa: E402
@@ -435,7 +437,10 @@ def test_parts_are_cut_where_a_gpu_would_idle() -> None:
         check("linear_attention", q, k, v, chunk_size=16, decay=0.99, return_state=True)
     assert kernels["carry"] == 1
     setting = operations.Setting(
-        operations.Timeline(10**6, 64, 10**6 // 64, 1), operations.Gate(0), torch.float32, "ieee"
+        engine.ENGINE,
+        operations.Timeline(10**6, 64, 10**6 // 64, 1),
+        operations.Gate(0),
+        Arithmetic(torch.float32, "ieee", torch.float32),
     )
     assert operations.pieces(setting, (8, 16), 64) == 1
     assert operations.pieces(setting, (2, 16), 64) == 2
@@ -675,7 +680,7 @@ def test_bidirectional_bad_values() -> None:
 
 # --- configurations ----------------------------------------------------------------------------------------------
 
-KERNELS = (operations.CHAIN, operations.READ, operations.RATE, operations.CLOCK, operations.CARRY, recurrent.TOKEN)
+KERNELS = (engine.CHAIN, engine.READ, engine.RATE, engine.CLOCK, engine.CARRY, engine.TOKEN)
 
 
 def test_every_configuration(monkeypatch: pytest.MonkeyPatch, launches: Any) -> None:

@@ -20,7 +20,8 @@ pytest.importorskip("triton")
 
 from torch.autograd import forward_ad  # noqa: E402
 
-from hla.backends.triton import launch, operations, recurrent  # noqa: E402
+from hla.backends.staged import operations  # noqa: E402
+from hla.backends.triton import engine, launch  # noqa: E402
 from hla.errors import BackendUnsupportedError  # noqa: E402
 from test_triton import FEW, FORMS, LAYOUTS, SHORT, gates  # noqa: E402
 from triton_options import Case, build, in_pairs, names  # noqa: E402
@@ -650,7 +651,7 @@ def test_shapes_without_values(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     def raises(*_: Any, **__: Any) -> None:
         raise AssertionError("a launch on fake tensors")
 
-    kernels = (operations.CHAIN, operations.READ, operations.RATE, operations.CLOCK, operations.CARRY, recurrent.TOKEN)
+    kernels = (engine.CHAIN, engine.READ, engine.RATE, engine.CLOCK, engine.CARRY, engine.TOKEN)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         leaves = [mode.from_tensor(x.detach()).requires_grad_() for x in inputs]
         for kernel in kernels:

@@ -22,7 +22,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from hla.backends.triton import execution, launch, operations, recurrent
+from hla.backends.triton import engine, execution, launch
 from hla.backends.triton.launch import Config, Launch
 from hla.checks import check_call
 from hla.options import read_options
@@ -53,12 +53,12 @@ TARGETS = {
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        operations.CHAIN,
-        operations.READ,
-        operations.RATE,
-        operations.CLOCK,
-        operations.CARRY,
-        recurrent.TOKEN,
+        engine.CHAIN,
+        engine.READ,
+        engine.RATE,
+        engine.CLOCK,
+        engine.CARRY,
+        engine.TOKEN,
     )
 }
 OPERATORS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -29,7 +29,7 @@ def _load_gradient(operator: str) -> Gradient:
 
 
 def _plain_form(problem: Problem) -> str:
-    from hla.backends.triton.execution import plain_form
+    from hla.backends.staged.execution import plain_form
 
     return plain_form(problem)
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hla.arrays import broadcast_shapes
+from hla.backends.staged.forward import natural
 from hla.backends.torch.autograd import Split
 from hla.backends.torch.namespace import PLAIN
 from hla.backends.triton.execution import compute, differentiate
-from hla.backends.triton.forward import natural
 from hla.family import Spec, program
 from hla.problem import Problem, States
 

@@ -14,14 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from hla.arrays import sum_to
-from hla.backends.torch.namespace import PLAIN
-from hla.backends.triton import operations
-from hla.backends.triton.forward import Forward, seen, setting_of
-from hla.backends.triton.operations import Batch, Found, Setting, Stream, Term, run_chain, run_rate, run_read, run_state
+from hla.arrays import Array, DType, cast, moveaxis, sum_to, transpose
+from hla.backends.staged import operations
+from hla.backends.staged.engine import Engine
+from hla.backends.staged.forward import Forward, seen, setting_of, with_parts
+from hla.backends.staged.operations import Batch, Found, Setting, Stream, Term, run_chain, run_rate, run_read, run_state
 from hla.family import Read, State, steps
 from hla.gradients import ProblemGradients
 from hla.problem import Problem, States
@@ -33,7 +30,7 @@ class Cotangent:
 
     setting: Setting
     state: operations.State
-    like: Tensor
+    like: Array
     wanted: bool
     """whether that of the initial state is"""
     found: Found | None = None
@@ -63,7 +60,8 @@ class Pending(NamedTuple):
             return self.term
         borders = self.source.run().borders
         assert borders is not None
-        return self.term._replace(state=borders.mT if self.turned else borders)
+        turned = transpose(self.source.setting.xp, borders) if self.turned else borders
+        return self.term._replace(state=turned)
 
 
 class Rate(NamedTuple):
@@ -79,10 +77,12 @@ class Rate(NamedTuple):
 class Backward:
     """One pull through a problem."""
 
-    def __init__(self, problem: Problem, d_output: Tensor, d_final: States | None, *, rate: bool) -> None:
+    def __init__(
+        self, engine: Engine, problem: Problem, d_output: Array, d_final: States | None, *, rate: bool
+    ) -> None:
         """`rate`: whether the gradient of the log-decays is wanted."""
         self.problem, self.rate = problem, rate and problem.log_decay is not None
-        self.setting = setting_of(problem)
+        self.engine, self.setting = engine, setting_of(engine, problem)
         self.forward = Forward(problem, self.setting, keep=True)
         self.forward.run()
         self.program, self.shapes = problem.program, self.forward.shapes
@@ -104,23 +104,22 @@ class Backward:
                 self._through_final(state)
         q, k, v = (self._input(name) for name in ("q", "k", "v"))
         scale = None
-        if isinstance(problem.scale, Tensor):
-            scale = _sum_to(seen(problem, q * problem.q), tuple(problem.scale.shape))
+        if not isinstance(problem.scale, float):
+            scale = self._sum_to(seen(self.engine, problem, q * problem.q), tuple(problem.scale.shape))
             q = q * problem.scale
         initial = {symbol: self._initial(symbol) for symbol in problem.initial or {}}
-        return ProblemGradients(q.to(problem.q.dtype), k, v, self._log_decay(), initial, scale)
+        return ProblemGradients(cast(self.engine.xp, q, problem.q.dtype), k, v, self._log_decay(), initial, scale)
 
-    def _output_cotangents(self, d: Tensor) -> dict[str, Stream]:
+    def _output_cotangents(self, d: Array) -> dict[str, Stream]:
         """Back through the weighted sum of reads and the normalisation. Masked tokens are left out by the kernels."""
         problem, program = self.problem, self.program
         result: dict[str, Stream] = {}
         if program.denominator:
-            shared = d.float()
-            numerator = self.forward.outputs(program.output, torch.float32)
-            inverse = 1.0 / (self.forward.outputs(program.denominator, torch.float32) + problem.eps)
-            if problem.token_mask is not None:
-                inverse = torch.where(problem.token_mask, inverse, inverse.new_zeros(()))
-            d_mass = -(shared * numerator).sum(-1, keepdim=True) * inverse * inverse
+            xp, sums = self.engine.xp, self.setting.sums
+            shared = cast(xp, d, sums)
+            numerator = self.forward.outputs(program.output, sums)
+            inverse = seen(self.engine, problem, 1.0 / (self.forward.outputs(program.denominator, sums) + problem.eps))
+            d_mass = -xp.sum(shared * numerator, axis=-1, keepdims=True) * inverse * inverse
             d = shared * inverse
             for name, weight in program.denominator:
                 result[name] = Stream(d_mass, problem.ridge if weight is None else weight)
@@ -128,10 +127,13 @@ class Backward:
             result[name] = Stream(d, problem.ridge if weight is None else weight)
         return {name: self._fitted(x, self.shapes.batch[name]) for name, x in result.items()}
 
+    def _sum_to(self, x: Array, shape: tuple[int, ...]) -> Array:
+        return sum_to(self.engine.xp, x, shape)
+
     def _fitted(self, x: Stream, batch: Batch) -> Stream:
         """A cotangent summed to the batch of what it belongs to."""
         wanted = (*batch, *x.tensor.shape[-2:])
-        return x if tuple(x.tensor.shape) == wanted else Stream(_sum_to(x.tensor, wanted), x.factor)
+        return x if tuple(x.tensor.shape) == wanted else Stream(self._sum_to(x.tensor, wanted), x.factor)
 
     def _cotangent(self, read: Read) -> tuple[Stream | None, Cotangent | None]:
         """The cotangent of a read's result, None if there is none; and that of the read's state, if it came along."""
@@ -152,13 +154,14 @@ class Backward:
             return None
         if {only.batch, source.state.batch} != {batch} or only.term.y is None or only.term.z is None:
             return None
-        if operations.is_long(self.setting, batch, only.term.z.width):
+        sizes = (only.term.y.width, only.term.z.width)
+        query = self.forward.streams[read.query]
+        if not operations.in_one_pass(self.setting, batch, sizes[0], query.width, sizes[1], self.problem.v):
             return None
         seed, initial = self._seed(state, batch), source.state.initial
         if only.turned and initial is not None:  # the pending read's own orientation is the one that runs
-            initial = initial.mT
-        sizes = (only.term.y.width, only.term.z.width)
-        query, wanted = self.forward.streams[read.query], self._wants_initial(state.symbol)
+            initial = transpose(self.engine.xp, initial)
+        wanted = self._wants_initial(state.symbol)
         made = run_chain(
             self.setting,
             source.state._replace(y=only.term.y, z=only.term.z, sizes=sizes, initial=initial),
@@ -173,7 +176,7 @@ class Backward:
             like=self.problem.v,
         )
         assert made.result is not None
-        source.found = Found(*(None if x is None else x.mT for x in made.first)) if only.turned else made.first
+        source.found = made.first.turned(self.engine.xp) if only.turned else made.first
         d = Stream(made.result)
         run = operations.State(query, d, (query.width, d.width), state.power, batch, seed, True, False)
         return d, Cotangent(self.setting, run, self.problem.v, wanted, made.second)
@@ -191,7 +194,8 @@ class Backward:
         if source.state.initial is not None:
             del self._d_final[state.symbol]
         self._cotangents[state.symbol].append(source)
-        self._add(read.query, Pending(Term(d, z, y, borders.mT, power), False, strict, batch, None))
+        turned = transpose(self.engine.xp, borders)
+        self._add(read.query, Pending(Term(d, z, y, turned, power), False, strict, batch, None))
         self._add(state.key, Pending(Term(z, d, x, None, power), True, strict, batch, source, turned=True))
         self._add(state.value, Pending(Term(y, x, d, None, power), True, strict, batch, source))
         if self.rate:
@@ -215,81 +219,80 @@ class Backward:
         if name != "one":
             self._pending.setdefault(name, []).append(pending)
 
-    def _seed(self, state: State, batch: Batch) -> Tensor | None:
+    def _seed(self, state: State, batch: Batch) -> Array | None:
         """The cotangent of a final state, (*b, parts, ·, ·), if `batch` is the state's own: elsewhere it would count
         once for every entry."""
         d, shape = self._d_final.get(state.symbol), self.shapes.state[state.symbol]
         if d is None or batch != shape[:-2]:
             return None
-        d = d.movedim(0, -3) if self.problem.cu_seqlens is not None else d.unsqueeze(-3)
-        return _sum_to(d.float(), (*batch, d.shape[-3], *shape[-2:]))
+        d = with_parts(self.engine, self.problem, d)
+        assert d is not None
+        return self._sum_to(cast(self.engine.xp, d, self.setting.sums), (*batch, d.shape[-3], *shape[-2:]))
 
     def _wants_initial(self, symbol: str) -> bool:
         return symbol in (self.problem.initial or {})
 
-    def _sum(self, pending: list[Pending], batch: Batch, dtype: torch.dtype) -> Tensor:
+    def _sum(self, pending: list[Pending], batch: Batch, dtype: DType) -> Array:
         """All pending cotangents of a stream, summed to its batch: those of one direction in one launch."""
         groups: dict[tuple[bool, bool, Batch], list[Pending]] = {}
         for one in pending:
             groups.setdefault((one.reverse, one.strict, one.batch), []).append(one)
-        exact = dtype if len(groups) == 1 else torch.float32
-        total: Tensor | None = None
+        exact = dtype if len(groups) == 1 else self.setting.sums
+        total: Array | None = None
         for (reverse, strict, wide), some in groups.items():
             terms = [one.ready() for one in some]
             into = total if total is not None and wide == batch and tuple(total.shape[:-2]) == batch else None
             made = run_read(self.setting, terms, wide, exact, reverse=reverse, strict=strict, into=into)
             if into is None:
-                made = _sum_to(made, (*batch, *made.shape[-2:]))
+                made = self._sum_to(made, (*batch, *made.shape[-2:]))
                 total = made if total is None else total + made
         assert total is not None
         return total
 
-    def _input(self, name: str) -> Tensor:
+    def _input(self, name: str) -> Array:
         """The gradient of an input in its dtype; that of q in float32 where the scale is an array."""
-        x: Tensor = getattr(self.problem, name)
-        dtype = torch.float32 if name == "q" and self.problem.scale_varies else x.dtype
+        x: Array = getattr(self.problem, name)
+        xp = self.engine.xp
+        dtype = self.setting.sums if name == "q" and self.problem.scale_varies else x.dtype
         pending = self._pending.pop(name, [])
         if not pending:
-            return torch.zeros_like(x, dtype=dtype)
+            return xp.zeros_like(x, dtype=dtype)
         factor = self.forward.streams[name].factor
         pending = [one._replace(term=one.term._replace(weight=factor)) for one in pending]
-        return self._sum(pending, tuple(x.shape[:-2]), dtype).to(dtype)
+        return cast(xp, self._sum(pending, tuple(x.shape[:-2]), dtype), dtype)
 
-    def _initial(self, symbol: str) -> Tensor:
+    def _initial(self, symbol: str) -> Array:
         """The gradient of an initial state."""
         given = (self.problem.initial or {})[symbol]
         packed = self.problem.cu_seqlens is not None
-        total = torch.zeros_like(given, dtype=torch.float32)
+        total = self.engine.xp.zeros_like(given, dtype=self.setting.sums)
         for source in self._cotangents[symbol]:
             found = source.run().final
             assert found is not None
-            found = found.movedim(-3, 0)
-            total = total + _sum_to(found if packed else found[0], tuple(given.shape))
+            found = moveaxis(self.engine.xp, found, -3, 0)
+            total = total + self._sum_to(found if packed else found[0, ...], tuple(given.shape))
         return total
 
-    def _log_decay(self) -> Tensor | None:
+    def _log_decay(self) -> Array | None:
         """Per token and head, or summed to a constant one."""
         log_decay = self.problem.log_decay
         if log_decay is None:
             return None
-        found: dict[Batch, Tensor] = {}
+        found: dict[Batch, Array] = {}
         for state, streams, source, batch, strict in self._rates:
             before, after = self.forward.found[state.symbol].borders, source.run().borders
             assert before is not None
             assert after is not None
             into = found.get(batch)
             found[batch] = run_rate(self.setting, streams, (before, after), state.power, strict, batch, into)
-        total = torch.zeros_like(log_decay, dtype=torch.float32)
+        total = self.engine.xp.zeros_like(log_decay, dtype=self.setting.sums)
         for x in found.values():
-            total = total + _sum_to(x.unsqueeze(-1), tuple(log_decay.shape))
-        return total.to(log_decay.dtype)
+            total = total + self._sum_to(x[..., None], tuple(log_decay.shape))
+        return cast(self.engine.xp, total, log_decay.dtype)
 
 
-def _sum_to(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    found: Tensor = sum_to(PLAIN, x, shape)
-    return found
-
-
-def pull(problem: Problem, d_output: Tensor, d_final: States | None, *, rate: bool = True) -> ProblemGradients:
+def pull(
+    engine: Engine, problem: Problem, d_output: Array, d_final: States | None, *, rate: bool = True
+) -> ProblemGradients:
     """The gradient of a causal or prefix problem with tokens. `rate`: whether that of the log-decays is wanted."""
-    return Backward(problem, d_output, dict(d_final or {}), rate=rate).run()
+    return Backward(engine, problem, d_output, dict(d_final or {}), rate=rate).run()

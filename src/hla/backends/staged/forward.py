@@ -9,53 +9,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from hla import traffic
-from hla.arrays import broadcast_shapes
-from hla.backends.triton import operations
-from hla.backends.triton.operations import Batch, Found, Gate, Setting, Stream, Term, run_chain, run_read, run_state
-from hla.backends.triton.timeline import timeline
+from hla.arrays import Array, DType, broadcast_shapes, cast, device, moveaxis, transpose
+from hla.backends.staged import operations
+from hla.backends.staged.engine import Engine
+from hla.backends.staged.operations import Batch, Found, Gate, Setting, Stream, Term, run_chain, run_read, run_state
+from hla.backends.staged.timeline import timeline
 from hla.family import Program, Read, State, steps
 from hla.problem import Problem, States
 
 
-def setting_of(problem: Problem) -> Setting:
-    """How a call is cut into chunks, its clock, and the dtype of its products."""
-    dtype, precision = arithmetic(problem)
+def setting_of(engine: Engine, problem: Problem) -> Setting:
+    """How a call is cut into chunks, its clock, and its arithmetic."""
+    arithmetic = engine.arithmetic(problem)
     offsets = None if problem.cu_seqlens is None else tuple(problem.cu_seqlens)
-    cut = timeline(problem.length, chunk_size(problem, dtype, precision), offsets, problem.v.device)
-    setting = Setting(cut, Gate(0), dtype, precision)
+    size = engine.chunk_size(problem, arithmetic)
+    setting = Setting(engine, timeline(engine, problem.length, size, offsets, device(problem.v)), Gate(0), arithmetic)
     log_decay, mask, starts = problem.log_decay, problem.token_mask, problem.starts
     if mask is None and starts is None and (log_decay is None or problem.constant):
         return setting if log_decay is None else replace(setting, gate=Gate(1, (log_decay,)))
     return replace(setting, gate=operations.clock(setting, log_decay, mask, starts))
-
-
-def arithmetic(problem: Problem) -> tuple[torch.dtype, str]:
-    """The dtype of operands and their precision.
-
-    bfloat16 is multiplied as it is. float16 cannot hold what stages hand on, which grows like t²: its inputs are
-    multiplied as TF32, which holds them exactly. Everything else is float32 throughout.
-    """
-    kinds = {x.dtype for x in (problem.q, problem.k, problem.v)}
-    if kinds == {torch.bfloat16} and not problem.scale_varies:
-        return torch.bfloat16, "ieee"
-    if kinds == {torch.float16} and torch.version.hip is None:
-        return torch.float32, "tf32"
-    return torch.float32, "ieee"
-
-
-def chunk_size(problem: Problem, dtype: torch.dtype, precision: str) -> int:
-    """Tokens per chunk: the power of two at or below what was asked for that the tiles allow, at least 16."""
-    widest = max(operations.padded(int(x.shape[-1])) for x in (problem.q, problem.v))
-    if dtype == torch.float32 and precision == "ieee":  # no tensor cores: tiles live in the registers
-        most = 32 if widest <= 128 else 16
-    else:
-        most = max(16, min(64, 128 * 64 // widest // (1 if dtype == torch.bfloat16 else 2)))
-    asked = problem.chunk_size or most
-    return max(16, min(most, 1 << (asked.bit_length() - 1)))
 
 
 class Forward:
@@ -66,9 +39,9 @@ class Forward:
         self.problem, self.setting, self.keep = problem, setting, keep
         self.program: Program = problem.program
         self.shapes = natural(problem).shapes()
-        self.streams: dict[str, Stream] = inputs(problem)
+        self.streams: dict[str, Stream] = inputs(setting.engine, problem)
         self.found: dict[str, Found] = {}
-        self.output: Tensor | None = None
+        self.output: Array | None = None
         """where a chain has made it already"""
         self._like = problem.v
 
@@ -85,7 +58,7 @@ class Forward:
                 made = run_read(self.setting, terms, batch, self.setting.dtype, strict=read.strict)
                 self.streams[read.result] = Stream(made)
 
-    def outputs(self, names: tuple[tuple[str, float | None], ...], dtype: torch.dtype) -> Tensor:
+    def outputs(self, names: tuple[tuple[str, float | None], ...], dtype: DType) -> Array:
         """The weighted sum of reads."""
         reads = {read.result: read for read in self.program.reads}
         terms: dict[bool, list[Term]] = {False: [], True: []}
@@ -96,22 +69,19 @@ class Forward:
             terms[read.strict].append(self._term(read)._replace(weight=factor))
             batch = broadcast_shapes(batch, self.shapes.batch[name])
         assert not terms[True]  # no program's output is a strict read
-        return run_read(self.setting, terms[False], batch, dtype).to(dtype)
+        return cast(self.setting.xp, run_read(self.setting, terms[False], batch, dtype), dtype)
 
     def finals(self) -> States:
         """Final states by symbol, with a leading axis for packed sequences."""
         result: States = {}
         for symbol, found in self.found.items():
             assert found.final is not None
-            result[symbol] = final_state(self.problem, found.final.movedim(-3, 0))
+            result[symbol] = final_state(self.setting.engine, self.problem, found.final)
         return result
 
-    def initial(self, symbol: str) -> Tensor | None:
+    def initial(self, symbol: str) -> Array | None:
         """(*b, parts, ·, ·), or None for zeros."""
-        given: Tensor | None = (self.problem.initial or {}).get(symbol)
-        if given is None:
-            return None
-        return given.movedim(0, -3) if self.problem.cu_seqlens is not None else given.unsqueeze(-3)
+        return with_parts(self.setting.engine, self.problem, (self.problem.initial or {}).get(symbol))
 
     def _run_state(self, state: State) -> None:
         self.found[state.symbol] = run_state(
@@ -149,10 +119,11 @@ class Forward:
         if {self.shapes.batch[read.result], self.shapes.state[following.symbol][:-2]} != {batch}:
             return False  # grouped heads: the state is one for several of them
         first = self._state(state)
-        if operations.is_long(self.setting, batch, first.sizes[1]):
-            return False
         turned = following.key == read.result
-        other = following.value if turned else following.key
+        other = self.streams[following.value if turned else following.key]
+        rows, columns = first.sizes
+        if not operations.in_one_pass(self.setting, batch, rows, other.width, columns, self._like):
+            return False
         initial = self.initial(following.symbol)
         last = None if self.keep else traffic.last_read(self.program, read, following)
         more = sum(line.state.symbol == symbol and line.read is not None for line in lines) > 1
@@ -161,9 +132,9 @@ class Forward:
             self.setting,
             first,
             self.streams[read.query],
-            self.streams[other],
+            other,
             following.power,
-            initial2=initial if initial is None or not turned else initial.mT,
+            initial2=initial if initial is None or not turned else transpose(self.setting.xp, initial),
             keep=(self.keep or more, needed),
             final=(self._wants_final, self._wants_final),
             result=last is None,
@@ -173,7 +144,7 @@ class Forward:
         self.found[symbol] = made.first
         second = made.second
         if turned:
-            second = Found(*(None if x is None else x.mT for x in second))
+            second = second.turned(self.setting.xp)
         self.found[following.symbol] = second
         if made.result is not None:
             self.streams[read.result] = Stream(made.result)
@@ -181,31 +152,39 @@ class Forward:
         return True
 
 
-def inputs(problem: Problem) -> dict[str, Stream]:
+def inputs(engine: Engine, problem: Problem) -> dict[str, Stream]:
     """The input streams. A scale that is an array is multiplied in here; a number waits for the kernels."""
-    if isinstance(problem.scale, Tensor):
-        q = Stream(problem.q.float() * problem.scale)
-    else:
+    if isinstance(problem.scale, float):
         q = Stream(problem.q, problem.scale)
+    else:
+        q = Stream(cast(engine.xp, problem.q, problem.dtype) * problem.scale)
     found = {"q": q, "k": Stream(problem.k), "v": Stream(problem.v)}
     if problem.program.denominator:
-        one = problem.v.new_ones(())
-        found["one"] = Stream(one.expand(*problem.v.shape[:-1], 1))
+        one = engine.number(problem.v, 1.0)
+        found["one"] = Stream(engine.xp.broadcast_to(one, (*problem.v.shape[:-1], 1)))
     return found
 
 
-def final_state(problem: Problem, x: Tensor) -> Tensor:
-    """A final state (parts, *b, ·, ·) as callers get it: for packed sequences with their axis before all batch axes."""
+def with_parts(engine: Engine, problem: Problem, state: Array | None) -> Array | None:
+    """A state as callers give it, as (*b, parts, ·, ·)."""
+    if state is None:
+        return None
+    return state[..., None, :, :] if problem.cu_seqlens is None else moveaxis(engine.xp, state, 0, -3)
+
+
+def final_state(engine: Engine, problem: Problem, x: Array) -> Array:
+    """A final state (*b, parts, ·, ·) as callers get it: for packed sequences with their axis before all batch axes."""
+    x = moveaxis(engine.xp, x, -3, 0)
     if problem.cu_seqlens is None:
-        return x[0]
+        return x[0, ...]
     missing = max(y.ndim for y in (problem.q, problem.k, problem.v)) - (x.ndim - 1)
-    return x if missing <= 0 else x.reshape(x.shape[0], *(1,) * missing, *x.shape[1:])
+    return x if missing <= 0 else engine.xp.reshape(x, (x.shape[0], *(1,) * missing, *x.shape[1:]))
 
 
-def seen(problem: Problem, x: Tensor) -> Tensor:
+def seen(engine: Engine, problem: Problem, x: Array) -> Array:
     """x (*b, T, ·), 0 at skipped tokens, whatever they hold."""
     mask = problem.token_mask
-    return x if mask is None else torch.where(mask, x, x.new_zeros(()))
+    return x if mask is None else engine.xp.where(mask, x, engine.number(x, 0.0))
 
 
 def natural(problem: Problem) -> Problem:
@@ -216,23 +195,21 @@ def natural(problem: Problem) -> Problem:
     return replace(problem, initial=initial, cu_seqlens=None)
 
 
-def run(problem: Problem) -> tuple[Tensor, States]:
+def run(engine: Engine, problem: Problem) -> tuple[Array, States]:
     """Output and final states of a causal or prefix problem with tokens."""
-    forward = Forward(problem, setting_of(problem), keep=False)
+    forward = Forward(problem, setting_of(engine, problem), keep=False)
     forward.run()
     output = finish(problem, forward)
     return output, forward.finals() if problem.return_state else {}
 
 
-def finish(problem: Problem, forward: Forward) -> Tensor:
+def finish(problem: Problem, forward: Forward) -> Array:
     """The output: the reads' weighted sum, divided by the denominator's."""
     if forward.output is not None:
         return forward.output
-    program, dtype = problem.program, problem.v.dtype
+    program, dtype, setting = problem.program, problem.v.dtype, forward.setting
     if not program.denominator:
         return forward.outputs(program.output, dtype)
-    mass = forward.outputs(program.denominator, torch.float32) + problem.eps
-    made = (forward.outputs(program.output, torch.float32) / mass).to(dtype)
-    if problem.token_mask is not None:  # 0 / eps, and eps may be 0
-        made = torch.where(problem.token_mask, made, made.new_zeros(()))
-    return made
+    mass = forward.outputs(program.denominator, setting.sums) + problem.eps
+    made = cast(setting.xp, forward.outputs(program.output, setting.sums) / mass, dtype)
+    return seen(setting.engine, problem, made)  # 0 / eps, and eps may be 0

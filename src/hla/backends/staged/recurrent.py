@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from hla.arrays import broadcast_shapes
-from hla.backends.triton.forward import final_state, inputs, natural
-from hla.backends.triton.kernels.token import token as _token
-from hla.backends.triton.launch import Config, Kernel
-from hla.backends.triton.timeline import timeline
-from hla.backends.triton.views import arrange
+from hla.arrays import Array, broadcast_shapes, device, moveaxis
+from hla.backends.staged.engine import Engine
+from hla.backends.staged.forward import final_state, inputs, natural, with_parts
+from hla.backends.staged.operations import column
+from hla.backends.staged.timeline import timeline
+from hla.backends.staged.views import arrange
 from hla.family import Program
 from hla.problem import Problem, States
 from hla.recurrent import lines as recurrence
 
-TOKEN = Kernel(_token, [Config({"SIZE": 4096}, 4, 1)])
 NOTHING = -1
 
 
@@ -51,7 +48,7 @@ def encoded(program: Program) -> tuple[tuple[str, ...], tuple[tuple[int, ...], .
     return tuple(names), tuple(result)
 
 
-def run(problem: Problem) -> tuple[Tensor, States]:
+def run(engine: Engine, problem: Problem) -> tuple[Array, States]:
     """Output and final states, token after token."""
     program, v = problem.program, problem.v
     shapes = natural(problem).shapes()
@@ -60,59 +57,51 @@ def run(problem: Problem) -> tuple[Tensor, States]:
     batch = broadcast_shapes(
         problem.output_batch(), *(shape[:-2] for shape in shapes.state.values()), *(x.shape[:-2] for x in options)
     )
-    packed = problem.cu_seqlens is not None
     offsets = tuple(problem.cu_seqlens) if problem.cu_seqlens is not None else None
-    cut = timeline(problem.length, 16, offsets, v.device)
+    cut = timeline(engine, problem.length, 16, offsets, device(v))
     output_batch = broadcast_shapes(*(shapes.batch[name] for name, _ in (*program.output, *program.denominator)))
-    output = v.new_empty((*batch, problem.length, v.shape[-1]))
+    output = engine.empty(v, (*batch, problem.length, int(v.shape[-1])), v.dtype)
+    arithmetic = engine.arithmetic(problem)
 
-    given = inputs(problem)
+    given = inputs(engine, problem)
     given.setdefault("one", given["v"])
     streams = {name: x.tensor for name, x in given.items()}
-    for read in program.reads:  # a place for one token of one sequence
-        place = v.new_empty((*batch, cut.parts, shapes.width[read.result]), dtype=torch.float32)
-        streams[read.result] = place
     results = {read.result for read in program.reads}
+    if engine.scratch:  # a place for one token of one sequence
+        for name in results:
+            streams[name] = engine.empty(v, (*batch, cut.parts, shapes.width[name]), arithmetic.sums)
 
-    before: dict[str, Tensor | None] = {}
-    after: dict[str, Tensor] = {}
+    before: dict[str, Array | None] = {}
+    after: dict[str, Array] = {}
     for state in program.states:
-        start = (problem.initial or {}).get(state.symbol)
-        if start is not None:
-            start = start.movedim(0, -3) if packed else start.unsqueeze(-3)
+        start = with_parts(engine, problem, (problem.initial or {}).get(state.symbol))
         before[state.symbol] = start
-        place = _in_place(problem, start, (*batch, cut.parts, *shapes.state[state.symbol][-2:]))
+        place = _in_place(engine, problem, start, (*batch, cut.parts, *shapes.state[state.symbol][-2:]))
         if place is None:
-            place = v.new_empty((cut.parts, *batch, *shapes.state[state.symbol][-2:]), dtype=torch.float32)
-            place = place.movedim(0, -3)
+            place = engine.empty(v, (cut.parts, *batch, *shapes.state[state.symbol][-2:]), arithmetic.sums)
+            place = moveaxis(engine.xp, place, 0, -3)
         after[state.symbol] = place
 
-    def column(x: Tensor | None) -> tuple[Tensor, int] | None:
-        if x is None:
-            return None
-        x = x.view(torch.uint8) if x.dtype == torch.bool else x
-        return x[..., 0].expand(*x.shape[:-2], problem.length), 1
-
-    tensors: dict[str, tuple[Tensor, int] | None] = {
+    tensors: dict[str, tuple[Array, int] | None] = {
         "output": (output, 2),
-        "log_decay": column(problem.log_decay),
-        "mask": column(problem.token_mask),
-        "starts": column(problem.starts),
+        "log_decay": column(engine.xp, problem.log_decay, problem.length),
+        "mask": column(engine.xp, problem.token_mask, problem.length),
+        "starts": column(engine.xp, problem.starts, problem.length),
     }
     tensors |= {f"stream {name}": (x, 2) for name, x in streams.items()}
     tensors |= {f"before {name}": None if x is None else (x, 3) for name, x in before.items()}
     tensors |= {f"after {name}": (x, 3) for name, x in after.items()}
-    grid = arrange(batch, tensors)
+    grid = arrange(engine, batch, tensors)
 
-    def pointers(kind: str, of: tuple[str, ...]) -> tuple[tuple[Tensor | None, ...], tuple[tuple[int, ...], ...]]:
-        views = [grid.views[f"{kind} {name}"] for name in of]
+    def pointers(kind: str, of: tuple[str, ...]) -> tuple[tuple[Array | None, ...], tuple[tuple[int, ...], ...]]:
+        views = [grid.views.get(f"{kind} {name}") for name in of]
         return (
             tuple(None if view is None else view.tensor for view in views),
             tuple((0,) if view is None else view.strides for view in views),
         )
 
     symbols = tuple(s.symbol for s in program.states)
-    arguments: dict[str, object] = {"n1": grid.sizes[1], "n2": grid.sizes[2]}
+    arguments: dict[str, Any] = {"n1": grid.sizes[1], "n2": grid.sizes[2]}
     for name in ("output", "log_decay", "mask", "starts"):
         view = grid.views[name]
         arguments[name] = None if view is None else view.tensor
@@ -134,33 +123,32 @@ def run(problem: Problem) -> tuple[Tensor, States]:
         "OUTPUT": tuple(names.index(name) for name, _ in program.output),
         "MASSES": tuple(names.index(name) for name, _ in program.denominator),
         "DV": int(v.shape[-1]),
-        "BV": 1 << (int(v.shape[-1]) - 1).bit_length(),
     }
-    TOKEN(lambda _: grid.batch * cut.parts, arguments, v)
+    engine.launch("token", grid.batch, arguments, arithmetic, v)
     for symbol, x in after.items():
         view = grid.views[f"after {symbol}"]
         if view is not None and view.tensor is not x:
-            x.copy_(view.tensor)
+            engine.fill(x, view.tensor)
     finals: States = {}
     for symbol, x in after.items():
         own = _at(x, (*shapes.state[symbol][:-2], cut.parts), 2)
-        finals[symbol] = final_state(problem, own.movedim(-3, 0))
+        finals[symbol] = final_state(engine, problem, own)
     return _at(output, output_batch, 2), finals
 
 
-def _in_place(problem: Problem, start: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+def _in_place(engine: Engine, problem: Problem, start: Array | None, shape: tuple[int, ...]) -> Array | None:
     """The given state's own memory, if the caller wants it overwritten and every head has its own."""
-    if start is None or not problem.overwrite or tuple(start.shape) != shape or start.dtype != torch.float32:
+    if start is None or not problem.overwrite or tuple(start.shape) != shape or start.dtype != problem.dtype:
         return None
-    spread = all(step != 0 or n == 1 for n, step in zip(start.shape, start.stride(), strict=True))
+    spread = all(step != 0 or n == 1 for n, step in zip(start.shape, engine.strides(start), strict=True))
     return start if spread else None
 
 
-def _at(x: Tensor, batch: tuple[int, ...], own: int) -> Tensor:
+def _at(x: Array, batch: tuple[int, ...], own: int) -> Array:
     """The first along every axis that `batch` lacks."""
     axes = x.ndim - own
     wanted = (*(1,) * (axes - len(batch)), *batch)
     for axis, n in enumerate(wanted):
         if n == 1 and x.shape[axis] != 1:
-            x = x.narrow(axis, 0, 1)
+            x = x[(slice(None),) * axis + (slice(0, 1),)]
     return x[(0,) * (axes - len(batch))] if len(batch) < axes else x

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-import torch
-from torch import Tensor
+from hla.arrays import Array, Device
+from hla.backends.staged.engine import Engine
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,17 +22,17 @@ class Timeline:
     """of chunks"""
     parts: int
     """of parts: packed sequences, or pieces of one long one"""
-    chunks: Tensor | None = None
+    chunks: Array | None = None
     """int64 (count, 3): first token, token behind the last, number of the packed sequence; None for one sequence"""
-    borders: Tensor | None = None
+    borders: Array | None = None
     """int64 (parts + 1,): first chunk of each part; None for one part"""
-    tokens: Tensor | None = None
+    tokens: Array | None = None
     """int64 (parts + 1,): first token of each packed sequence; None for one sequence"""
 
 
 @lru_cache(maxsize=256)
-def timeline(length: int, size: int, offsets: tuple[int, ...] | None, device: torch.device) -> Timeline:
-    """The chunks of one sequence, or of the packed sequences between `offsets`."""
+def timeline(engine: Engine, length: int, size: int, offsets: tuple[int, ...] | None, where: Device) -> Timeline:
+    """The chunks of one sequence, or of the packed sequences between `offsets`; tables lie on the device `where`."""
     if offsets is None:
         return Timeline(length, size, -(-length // size), 1)
     rows: list[tuple[int, int, int]] = []
@@ -40,19 +40,14 @@ def timeline(length: int, size: int, offsets: tuple[int, ...] | None, device: to
     for number, (start, stop) in enumerate(pairwise(offsets)):
         rows += [(t, min(t + size, stop), number) for t in range(start, stop, size)]
         borders.append(len(rows))
-
-    def table(x: list[object]) -> Tensor:
-        return torch.tensor(x, dtype=torch.int64).to(device)
-
-    chunks = table([*rows]).reshape(-1, 3)
-    return Timeline(length, size, len(rows), len(offsets) - 1, chunks, table([*borders]), table([*offsets]))
+    chunks = engine.table(where, rows).reshape(-1, 3)
+    tables = engine.table(where, borders), engine.table(where, offsets)
+    return Timeline(length, size, len(rows), len(offsets) - 1, chunks, *tables)
 
 
 @lru_cache(maxsize=256)
-def in_parts(of: Timeline, parts: int) -> Timeline:
+def in_parts(engine: Engine, of: Timeline, parts: int, where: Device) -> Timeline:
     """One long sequence in about that many pieces of whole chunks."""
     each = -(-of.count // parts)
     borders = [*range(0, of.count, each), of.count]
-    device = "cpu" if of.chunks is None else of.chunks.device
-    made = torch.tensor(borders, dtype=torch.int64).to(device)
-    return Timeline(of.length, of.size, of.count, len(borders) - 1, of.chunks, made)
+    return Timeline(of.length, of.size, of.count, len(borders) - 1, of.chunks, engine.table(where, borders))
