@@ -533,6 +533,36 @@ def test_steps_in_place_of_views() -> None:
         hla.step(type(whole)(*shared), wide(q, 4, 2), k[:, :1], v[:, :1], backend="triton", inplace=True)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_steps_of_grouped_heads(name: str, gated: bool) -> None:
+    """A state that several queries share moves once, in its own memory, and all of them see it moved."""
+    operator, own = OPERATORS[name]
+    q, k, v = (x[..., 0, :] for x in draw(1, batch=(2, 3)))
+    k, v = k[:, :1], v[:, :1]
+    options = {**own, "decay": 0.9}
+    if gated:
+        decays, mask = torch.tensor([[-0.3], [-torch.inf]]), torch.tensor([[True], [False]])
+        options = {**own, "log_decay": decays, "token_mask": mask}
+    state = initial(operator, own, q, (2, 3), d=5, dv=7, kv_batch=(2, 1))
+    apart = type(state)(*(x.expand(2, 3, *x.shape[-2:]).clone() for x in state))
+    want, following = hla.step(apart, q, k.expand_as(q), v.expand(2, 3, 7), backend="triton", **options)
+    places = {x.data_ptr() for x in state}
+    written: list[int] = []
+    launch.watchers.append(lambda one: written.extend(x.data_ptr() for x in one.arguments["after"] if x is not None))
+    with Launched() as kernels:
+        out, moved = hla.step(state, q, k, v, backend="triton", inplace=True, **options)
+    launch.watchers.pop()
+    looks_back = name == "hla3 printed"  # strict reads see a shared state as it was
+    shared = any(x.shape[1] == 1 for x in state) and not looks_back
+    assert kernels["token"] == 1 + shared
+    assert moved is state
+    assert looks_back or set(written) == places
+    assert torch.equal(out, want)
+    for x, y in zip(moved, following, strict=True):
+        assert torch.equal(x.expand_as(y), y)
+
+
 # --- what is not finite ------------------------------------------------------------------------------------------
 
 CHUNK = 16
