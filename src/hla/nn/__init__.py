@@ -1,0 +1,1 @@
+"""Layers: `hla.nn.torch`. Importing this package imports no framework, importing one of its modules does."""

@@ -1,0 +1,625 @@
+"""The attention sublayer of a transformer block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import hla
+from hla import arrays
+from hla.errors import DTypeError, OptionError, ShapeError, message
+from hla.nn.options import Decay, HeadGroup, LayerOptions, read_layer_options
+from hla.nn.torch import sequences
+from hla.nn.torch.convolution import ShortConvolution
+from hla.nn.torch.operator import HigherOrderOperator, no_state
+from hla.nn.torch.parts import (
+    FixedDecay,
+    ForgetGate,
+    LearnedDecay,
+    RMSNorm,
+    UnitLength,
+    accumulation_dtype,
+    rotate,
+)
+from hla.nn.torch.state import LayerState
+
+Runs = tuple[tuple[int, int], ...]
+"""Indices as (start, count) of consecutive ones: slices, where an index tensor would be a copy to the device."""
+
+
+class _Field(NamedTuple):
+    """A field of an operator's state: its name, whether it is stored once per key/value head, its last axes."""
+
+    name: str
+    keys_only: bool
+    axes: tuple[int, ...]
+
+
+class _Group(NamedTuple):
+    """A group of heads as the layer needs it, and the state of its operator."""
+
+    heads: Runs
+    kv_heads: Runs
+    per_kv_head: int
+    state: str
+    fields: tuple[_Field, ...]
+
+
+class HigherOrderAttention(nn.Module):
+    r"""Attention with a state of constant size, for the place of the attention in a transformer block.
+
+    $$q, k, v = W_q x,\; W_k x,\; W_v x \;\to\; \mathrm{SiLU}(\mathrm{conv}(\cdot)), \qquad
+    q, k \;\to\; R_t\,\mathrm{norm}(\varphi(\cdot)), \qquad o = \mathrm{HLA}(q, k, v; \gamma),$$
+
+    $$y = W_o\,\mathrm{dropout}\big(\mathrm{norm}(o) \odot \mathrm{SiLU}(W_g x)\big)$$
+
+    Args:
+        d_model: features of x and y.
+        num_heads: query heads H.
+        operator: "hla2", "ahla", "hla3" or "linear_attention", or a list with one of them for each head.
+        num_kv_heads: key/value heads Hkv, a divisor of H: each serves H/Hkv query heads next to each other. H by
+            default; 1 is multi-query attention.
+        head_dim: d of q and k for each head; d_model/H by default.
+        value_dim: dv of v for each head; `head_dim` by default.
+        causal: False for bidirectional attention, which has no decay, convolution or state.
+        decay: "auto" is "forget_gate", or None where not causal. A number γ in (0, 1] or one for each key/value head;
+            "learned" for γ = σ(b), one for each key/value head; "forget_gate" for γ_t = σ(w·x_t + b), which depends on
+            the token; None for γ = 1.
+        decay_range: learned γ at the start, from the first key/value head to the last, 1 − γ spaced geometrically.
+        qk_norm: "rms" (with weights), "l2" (unit length) or None.
+        feature_map: φ of q and k: "identity", "elu+1", "relu" or "softmax".
+        conv_size: tokens of the short causal convolutions of q, k and v; None for none. "auto" is 4, or None where
+            not causal.
+        rotary: turn q and k by their positions.
+        rotary_base: of the rotary rates.
+        output_norm: RMS norm of each head's output, with weights.
+        output_gate: multiply by SiLU(W_g x).
+        norm_eps: of all norms.
+        normalize: divide by the operator's denominator + `eps`.
+        eps: see `normalize`.
+        ridge: of the heads with hla2.
+        scale: multiplies q. By default products of random q and k have unit variance: d^(−1/2), or d^(1/2) where
+            `qk_norm` is "l2".
+        dropout: probability that a feature of the heads' outputs is dropped in training.
+        bias: of the projections.
+        form: as for the operators.
+        chunk_size: as for the operators.
+        backend: as for the operators.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        OptionError: an option is not allowed, or two contradict each other.
+
+    Shapes: x (B, T, d_model), y the same. Dtypes: projections in the dtype of x, or autocast's; convolution, φ, norms,
+    positions and decays in float32; the operator takes q, k and v in the dtype of the projections, accumulates in
+    float32 and keeps float32 states. With parameters in float64 all of it is float64.
+
+    Example:
+        >>> import torch
+        >>> from hla.nn.torch import HigherOrderAttention
+        >>> layer = HigherOrderAttention(32, 4, num_kv_heads=2)
+        >>> x = torch.randn(2, 11, 32)
+        >>> y, state = layer(x[:, :10], return_state=True)
+        >>> y_t, state = layer.step(x[:, 10], state)
+        >>> torch.allclose(y_t, layer(x)[:, 10], atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        operator: str | Sequence[str] = "hla2",
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        causal: bool = True,
+        decay: Decay = "auto",
+        decay_range: tuple[float, float] | None = None,
+        qk_norm: str | None = "rms",
+        feature_map: str = "identity",
+        conv_size: int | str | None = "auto",
+        rotary: bool = False,
+        rotary_base: float = 10_000.0,
+        output_norm: bool = True,
+        output_gate: bool = True,
+        norm_eps: float = 1e-6,
+        normalize: bool = False,
+        eps: float = 1e-6,
+        ridge: float = 0.0,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        bias: bool = False,
+        form: str = "auto",
+        chunk_size: int | None = None,
+        backend: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        options = self.options = read_layer_options(
+            d_model=d_model,
+            num_heads=num_heads,
+            operator=operator,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            causal=causal,
+            decay=decay,
+            decay_range=decay_range,
+            qk_norm=qk_norm,
+            feature_map=feature_map,
+            conv_size=conv_size,
+            rotary=rotary,
+            rotary_base=rotary_base,
+            output_norm=output_norm,
+            output_gate=output_gate,
+            norm_eps=norm_eps,
+            normalize=normalize,
+            eps=eps,
+            ridge=ridge,
+            scale=scale,
+            dropout=dropout,
+            bias=bias,
+            form=form,
+            chunk_size=chunk_size,
+            backend=backend,
+        )
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        widths = _widths(options)
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(options.d_model, width, bias=bias, **placed) for width in widths
+        )
+        heads_width = options.num_heads * options.value_dim
+        self.output_gate = nn.Linear(options.d_model, heads_width, bias=bias, **placed) if output_gate else None
+        self.out_proj = nn.Linear(heads_width, options.d_model, bias=bias, **placed)
+        size = options.conv_size
+        self.q_conv, self.k_conv, self.v_conv = (
+            None if size is None else ShortConvolution(width, size, **placed) for width in widths
+        )
+        self.q_norm, self.k_norm = (_qk_norm(options, **placed) for _ in range(2))
+        self.decay = _decay(options, **placed)
+        groups = options.groups()
+        self.operators = nn.ModuleList(
+            HigherOrderOperator(**asdict(options.operator_options(group))) for group in groups
+        )
+        self.output_norm = (
+            RMSNorm((options.num_heads, options.value_dim), options.norm_eps, **placed) if output_norm else None
+        )
+        self._groups = tuple(map(self._group, groups, self.operators))
+        order = [head for group in groups for head in group.heads]
+        self._back = _runs(tuple(sorted(range(len(order)), key=order.__getitem__)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew: projections by Xavier's rule, biases 0, the rest as their modules say."""
+        for module in self.modules():
+            if module in (self.q_proj, self.k_proj, self.v_proj, self.output_gate, self.out_proj):
+                assert isinstance(module, nn.Linear)
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, (ShortConvolution, RMSNorm, LearnedDecay, ForgetGate)):
+                module.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        return_state: bool = False,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Any:
+        """The whole sequence, or the part of it that follows `state`.
+
+        Args:
+            x: (B, T, d_model).
+            state: what `init_state` or an earlier call of this layer returned, for a batch of B.
+            return_state: return (y, state).
+            key_padding_mask: bool (B, T), True for padding, as in `nn.MultiheadAttention`. The sequence does not have
+                these tokens, wherever they are: they change no output, no convolution, no position and no state; y
+                is 0 there. x may hold anything there.
+            cu_seqlens: int (N + 1,), from 0 to T: x is (1, T, d_model) and holds N sequences one after another. States
+                are for a batch of N.
+
+        Returns:
+            y (B, T, d_model), or (y, state).
+
+        Raises:
+            ShapeError: x, the mask, or the state's batch.
+            DTypeError: x is not in the dtype of the parameters, without autocast; the mask is not bool.
+            OptionError: a state and a bidirectional layer; a state of another layer; a mask beside `cu_seqlens`.
+        """
+        self._check_input("x", x, ("B", "T"))
+        if not self.options.causal and (state is not None or return_state):
+            raise no_state("state" if state is not None else "return_state")
+        batch = x.shape[0]
+        if cu_seqlens is not None:
+            if key_padding_mask is not None:
+                raise OptionError(
+                    message("key_padding_mask", "none beside cu_seqlens", "both", "Leave the padding out of x.")
+                )
+            batch = _check_offsets(cu_seqlens, x)
+        if state is not None:
+            self._check_state(state, batch, x)
+        if key_padding_mask is None:
+            rows = sequences.Rows() if cu_seqlens is None else sequences.packed(cu_seqlens, x.shape[1], x.device)
+            y, following = self._run(x, state, batch, rows, cu_seqlens, return_state)
+        else:
+            _check_mask(key_padding_mask, x.shape[:2], x)
+            x, counts, places = sequences.move_together(x, key_padding_mask)
+            y, following = self._run(x, state, batch, sequences.Rows(counts), None, return_state)
+            y = sequences.move_back(y, places, key_padding_mask)
+        return (y, following) if return_state else y
+
+    def step(
+        self, x_t: Tensor, state: LayerState, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """One token for each sequence. The given state is not written to.
+
+        Args:
+            x_t: (B, d_model).
+            state: what `init_state`, `forward` or `step` of this layer returned, for a batch of B.
+            key_padding_mask: bool (B,), True where there is no token: y is 0 and the state stays.
+
+        Returns:
+            (y_t, state), y_t (B, d_model).
+
+        Raises:
+            ShapeError, DTypeError, OptionError: as `forward`.
+        """
+        self._check_input("x_t", x_t, ("B",))
+        if not self.options.causal:
+            raise no_state("step")
+        batch = x_t.shape[0]
+        self._check_state(state, batch, x_t)
+        rows = sequences.Rows()
+        if key_padding_mask is not None:
+            _check_mask(key_padding_mask, x_t.shape[:1], x_t)
+            rows = sequences.Rows((~key_padding_mask).to(torch.int64))
+            x_t = x_t.masked_fill(key_padding_mask[:, None], 0.0)
+        y, following = self._run(x_t[:, None], state, batch, rows, None, True, one_token=True)
+        assert following is not None
+        y_t = y[:, 0]
+        return (y_t if key_padding_mask is None else y_t.masked_fill(key_padding_mask[:, None], 0.0)), following
+
+    def init_state(self, batch: int) -> LayerState:
+        """The state before the first token, for a batch of so many sequences, on the device of the parameters.
+
+        Raises:
+            OptionError: the layer is bidirectional, or `batch` is no size.
+        """
+        if not self.options.causal:
+            raise no_state("init_state")
+        if not arrays.is_integer(batch) or batch < 0:
+            raise OptionError(message("batch", "an integer ≥ 0", repr(batch), "Pass the number of sequences."))
+        return self._zeros(int(batch), self.q_proj.weight.device)
+
+    def state_bytes(self, batch: int = 1) -> int:
+        """Bytes of the state of so many sequences, however long; 0 where not causal."""
+        return self._zeros(batch, torch.device("meta")).nbytes if self.options.causal else 0
+
+    def flops(self, length: int, batch: int = 1) -> int:
+        """Floating-point operations of the forward pass over (batch, length, d_model), a multiply-add counted as two.
+
+        Of projections, convolutions and operators (`hla.cost`), which are all but a few operations per feature.
+        """
+        options = self.options
+        projections = [self.q_proj, self.k_proj, self.v_proj, self.out_proj, self.output_gate]
+        if isinstance(self.decay, ForgetGate):
+            projections.append(self.decay.proj)
+        per_token = sum(2 * p.in_features * p.out_features for p in projections if p is not None)
+        per_token += 2 * (options.conv_size or 0) * sum(_widths(options))
+        total = per_token * length
+        for group in options.groups():
+            own = options.operator_options(group)
+            total += hla.cost(
+                own.operator,
+                T=length,
+                d=options.head_dim,
+                dv=options.value_dim,
+                heads=len(group.heads),
+                form=own.form if own.form != "auto" else "chunkwise",
+                chunk_size=own.chunk_size,
+                normalize=own.normalize,
+                mask=own.mask,
+                ridge=own.ridge,
+            ).flops
+        return total * batch
+
+    def extra_repr(self) -> str:
+        """Sizes, and the options that are not shown by a module of their own."""
+        o = self.options
+        told = [f"{o.d_model}, {o.num_heads}, num_kv_heads={o.num_kv_heads}, head_dim={o.head_dim}"]
+        told.append(f"value_dim={o.value_dim}, causal={o.causal}")
+        if len(set(o.operators)) > 1:
+            told.append(f"operator={list(o.operators)}")
+        if o.feature_map != "identity":
+            told.append(f"feature_map={o.feature_map!r}")
+        if o.rotary:
+            told.append(f"rotary=True, rotary_base={o.rotary_base:g}")
+        if o.dropout:
+            told.append(f"dropout={o.dropout:g}")
+        return ", ".join(told)
+
+    def _run(
+        self,
+        x: Tensor,
+        state: LayerState | None,
+        batch: int,
+        rows: sequences.Rows | sequences.Packed,
+        cu_seqlens: Tensor | None,
+        return_state: bool,
+        one_token: bool = False,
+    ) -> tuple[Tensor, LayerState | None]:
+        """The layer on checked inputs; skipped tokens are at the end of their rows."""
+        options = self.options
+        length = x.shape[1]
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        given = v.dtype
+        windows: tuple[Tensor, ...] = ()
+        if self.q_conv is not None and self.k_conv is not None and self.v_conv is not None:
+            before = self._windows(batch, x.device) if state is None else state.windows
+            q, q_window = self.q_conv(q, before[0], rows)
+            k, k_window = self.k_conv(k, before[1], rows)
+            v, v_window = self.v_conv(v, before[2], rows)
+            windows = (q_window, k_window, v_window)
+        q = q.unflatten(-1, (options.num_heads, options.head_dim))
+        k = k.unflatten(-1, (options.num_kv_heads, options.head_dim))
+        v = v.unflatten(-1, (options.num_kv_heads, options.value_dim))
+        if options.feature_map != "identity":
+            wide = accumulation_dtype(q)
+            q = hla.feature_map(q.to(wide), options.feature_map)
+            k = hla.feature_map(k.to(wide), options.feature_map)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        seen = x.new_zeros(batch, dtype=torch.int64) if state is None else state.position
+        if options.rotary:
+            q, k = rotate(q, k, rows.positions(seen, length), options.rotary_base)
+        # unnormalised outputs overflow float16, so they must not be rounded to it before the norm
+        heads = q.to(given), k.to(given), v.to(torch.float32 if given == torch.float16 else given)
+        decays = {} if self.decay is None else self.decay(x)
+        present = None
+        if isinstance(rows, sequences.Rows) and rows.counts is not None:
+            present = (torch.arange(length, device=x.device) < rows.counts[:, None])[:, None, None]
+        before_operators = None if state is None else state.operators
+        o, after = self._operate(heads, decays, present, before_operators, cu_seqlens, return_state, one_token)
+        if self.output_norm is not None:
+            o = self.output_norm(o)
+        o = o.flatten(-2)
+        if self.output_gate is not None:
+            raised = self.output_gate(x)
+            wide = accumulation_dtype(raised)
+            o = o.to(wide) * functional.silu(raised.to(wide))
+        y = self.out_proj(functional.dropout(o.to(given), options.dropout, self.training))
+        return y, LayerState(after, windows, rows.seen(seen, length)) if return_state else None
+
+    def _operate(
+        self,
+        heads: tuple[Tensor, Tensor, Tensor],
+        decays: dict[str, Tensor],
+        present: Tensor | None,
+        states: tuple[Any, ...] | None,
+        cu_seqlens: Tensor | None,
+        return_state: bool,
+        one_token: bool,
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """q (B, T, H, d), k, v (B, T, Hkv, ·) → o (B, T, H, dv): one call for each group of heads."""
+        outputs, finals = [], []
+        for i, (group, operator) in enumerate(zip(self._groups, self.operators, strict=True)):
+            q, k, v = _pick(heads[0], group.heads, 2), *(_pick(x, group.kv_heads, 2) for x in heads[1:])
+            k, v = k[:, :, :, None], v[:, :, :, None]
+            q = q.reshape(*q.shape[:2], k.shape[2], group.per_kv_head, q.shape[-1])
+            told: dict[str, Any] = {}
+            if "decay" in decays:
+                told["decay"] = _pick(decays["decay"], group.kv_heads, 0)
+            if "log_decay" in decays:
+                told["log_decay"] = _pick(decays["log_decay"], group.kv_heads, 1)
+            if present is not None:
+                told["token_mask"] = present
+            assert isinstance(operator, HigherOrderOperator)
+            if one_token:
+                assert states is not None
+                told = {name: x if name == "decay" else x[..., 0] for name, x in told.items()}
+                o, final = operator.step(q[:, 0], k[:, 0], v[:, 0], states[i], **told)
+                o = o[:, None]
+            else:
+                told |= {"cu_seqlens": cu_seqlens, "axis": -4}
+                state = None if states is None else states[i]
+                if state is not None and cu_seqlens is not None:  # sequences before the rows, of which there is one
+                    state = type(state)(*(x[:, None] for x in state))
+                o = operator(q, k, v, state, return_state, **told)
+                final = None
+                if return_state:
+                    o, final = o
+                    if cu_seqlens is not None:
+                        final = type(final)(*(x[:, 0] for x in final))
+            outputs.append(o.flatten(2, 3))
+            finals.append(final)
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return _pick(joined, self._back, 2), tuple(finals)
+
+    def _group(self, group: HeadGroup, operator: Any) -> _Group:
+        options = self.options
+        name, fields = "", []
+        if options.causal:
+            empty = operator.init_state((1, 1, 1), options.head_dim, options.value_dim, device="meta")
+            name = type(empty).__name__
+            fields = [
+                _Field(f, f == "key_moment", tuple(x.shape[3:])) for f, x in zip(empty._fields, empty, strict=True)
+            ]
+        return _Group(_runs(group.heads), _runs(group.kv_heads), group.per_kv_head, name, tuple(fields))
+
+    def _zeros(self, batch: int, device: torch.device) -> LayerState:
+        options, wide = self.options, accumulation_dtype(self.q_proj.weight)
+        states = []
+        for group, operator in zip(options.groups(), self.operators, strict=True):
+            assert isinstance(operator, HigherOrderOperator)
+            keys = (batch, len(group.kv_heads))
+            states.append(
+                operator.init_state(
+                    (*keys, group.per_kv_head),
+                    options.head_dim,
+                    options.value_dim,
+                    kv_batch=(*keys, 1),
+                    device=device,
+                    dtype=wide,
+                )
+            )
+        windows = () if options.conv_size is None else self._windows(batch, device)
+        return LayerState(tuple(states), windows, torch.zeros(batch, dtype=torch.int64, device=device))
+
+    def _windows(self, batch: int, device: torch.device) -> tuple[Tensor, ...]:
+        behind = (self.options.conv_size or 1) - 1
+        wide = accumulation_dtype(self.q_proj.weight)
+        return tuple(torch.zeros(batch, behind, n, device=device, dtype=wide) for n in _widths(self.options))
+
+    def _check_input(self, name: str, x: Any, axes: tuple[str, ...]) -> None:
+        layout = f"({', '.join(axes)}, d_model = {self.options.d_model})"
+        if not isinstance(x, Tensor):
+            raise DTypeError(message(name, "a torch.Tensor", type(x).__name__, "Convert it, e.g. torch.as_tensor."))
+        if x.ndim != len(axes) + 1 or x.shape[-1] != self.options.d_model:
+            raise ShapeError(message(name, f"shape {layout}", f"{tuple(x.shape)}", "One row for each sequence."))
+        own = self.q_proj.weight.dtype
+        cast = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, own)
+        if x.dtype != own and not (x.dtype.is_floating_point and cast):
+            raise DTypeError(
+                message(name, f"{own}, the dtype of the parameters", f"{x.dtype}",
+                        f"Convert it with {name}.to({own}), or use torch.autocast.")
+            )  # fmt: skip
+
+    def _check_state(self, state: Any, batch: int, x: Tensor) -> None:
+        """Errors unless the state is one of a layer like this, for this batch and device."""
+        if not isinstance(state, LayerState):
+            raise DTypeError(
+                message("state", "a LayerState", type(state).__name__, "Use return_state=True or init_state(batch).")
+            )
+        names = [(type(s).__name__, s._fields) for s in state.operators]
+        if names != [(g.state, tuple(f.name for f in g.fields)) for g in self._groups]:
+            raise _other_layer("operators", [g.state for g in self._groups], [name for name, _ in names])
+        wide = accumulation_dtype(self.q_proj.weight)
+        for group, found in zip(self._groups, state.operators, strict=True):
+            kv_heads = sum(count for _, count in group.kv_heads)
+            for field, x_field in zip(group.fields, found, strict=True):
+                inside = (kv_heads, 1 if field.keys_only else group.per_kv_head, *field.axes)
+                _check_field(field.name, x_field, (batch, *inside), wide, x)
+        widths = () if self.options.conv_size is None else _widths(self.options)
+        if len(state.windows) != len(widths):
+            raise _other_layer("windows", len(widths), len(state.windows))
+        for window, width in zip(state.windows, widths, strict=True):
+            _check_field("windows", window, (batch, (self.options.conv_size or 1) - 1, width), wide, x)
+        _check_field("position", state.position, (batch,), torch.int64, x)
+
+
+def _widths(options: LayerOptions) -> tuple[int, int, int]:
+    """Channels of q, k and v, all heads together."""
+    keys = options.num_kv_heads * options.head_dim
+    return options.num_heads * options.head_dim, keys, options.num_kv_heads * options.value_dim
+
+
+def _qk_norm(options: LayerOptions, **placed: Any) -> nn.Module | None:
+    if options.qk_norm is None:
+        return None
+    return UnitLength(options.norm_eps) if options.qk_norm == "l2" else _rms(options, **placed)
+
+
+def _rms(options: LayerOptions, **placed: Any) -> RMSNorm:
+    return RMSNorm((options.head_dim,), options.norm_eps, **placed)
+
+
+def _decay(options: LayerOptions, **placed: Any) -> nn.Module | None:
+    """The module that makes decays; None where there are none, or one number that the operators know."""
+    if options.decay == "learned":
+        return LearnedDecay(options, **placed)
+    if options.decay == "forget_gate":
+        return ForgetGate(options, **placed)
+    return None if options.decay is None or options.single_decay() is not None else FixedDecay(options)
+
+
+def _runs(indices: tuple[int, ...]) -> Runs:
+    found: list[tuple[int, int]] = []
+    for i in indices:
+        if found and sum(found[-1]) == i:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((i, 1))
+    return tuple(found)
+
+
+def _pick(x: Tensor, runs: Runs, axis: int) -> Tensor:
+    """x at these indices of an axis; a view where they are consecutive."""
+    parts = [x.narrow(axis, start, count) for start, count in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+
+
+def _check_mask(mask: Any, shape: tuple[int, ...], x: Tensor) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = f"{mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise DTypeError(
+            message("key_padding_mask", "a bool tensor, True for padding", got,
+                    "Compare first: attention_mask == 0 where 1 means a token.")
+        )  # fmt: skip
+    if mask.shape != shape:
+        raise ShapeError(
+            message("key_padding_mask", f"shape {tuple(shape)}", f"{tuple(mask.shape)}", "One entry for each token.")
+        )
+    if mask.device != x.device:
+        raise hla.MixedArrayError(
+            message("key_padding_mask", f"a tensor on {x.device}, as x", f"{mask.device}", f"Move it to {x.device}.")
+        )
+
+
+def _check_offsets(offsets: Any, x: Tensor) -> int:
+    """The number of packed sequences."""
+    if not isinstance(offsets, Tensor) or offsets.dtype.is_floating_point or offsets.dtype == torch.bool:
+        got = f"{offsets.dtype}" if isinstance(offsets, Tensor) else type(offsets).__name__
+        raise DTypeError(message("cu_seqlens", "an integer tensor (N + 1,)", got, "Pass cumulative lengths."))
+    if offsets.ndim != 1 or offsets.shape[0] < 1:
+        raise ShapeError(message("cu_seqlens", "shape (N + 1,)", f"{tuple(offsets.shape)}", "Pass cumulative lengths."))
+    if x.shape[0] != 1:
+        raise ShapeError(
+            message("x", "shape (1, T, d_model) with cu_seqlens", f"{tuple(x.shape)}", "Put all sequences in one row.")
+        )
+    known = None if arrays.is_compiling() else arrays.host_integers(offsets)
+    if known is not None:
+        if known[0] != 0 or known[-1] != x.shape[1]:
+            got = f"{known[0]} … {known[-1]}"
+            raise OptionError(
+                message("cu_seqlens", f"offsets from 0 to T = {x.shape[1]}", got, "Start at 0 and end at T.")
+            )
+        if any(b < a for a, b in pairwise(known)):
+            raise OptionError(message("cu_seqlens", "non-decreasing offsets", f"{known}", "Pass cumulative lengths."))
+    return int(offsets.shape[0]) - 1
+
+
+def _check_field(name: str, found: Tensor, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> None:
+    if tuple(found.shape[1:]) != shape[1:] or found.ndim != len(shape):
+        raise _other_layer(name, f"(B, {', '.join(map(str, shape[1:]))})", tuple(found.shape))
+    if found.shape[0] != shape[0]:
+        raise ShapeError(
+            message(f"state.{name}", f"a batch of {shape[0]}, as x", f"{found.shape[0]}",
+                    "Use a state for this batch: init_state(batch), or state.reorder(index).")
+        )  # fmt: skip
+    if found.dtype != dtype:
+        raise DTypeError(message(f"state.{name}", f"{dtype}", f"{found.dtype}", "States keep the dtype they came in."))
+    if found.device != x.device:
+        raise hla.MixedArrayError(
+            message(
+                f"state.{name}", f"a tensor on {x.device}, as x", f"{found.device}", "Move it with state.to(device)."
+            )
+        )
+
+
+def _other_layer(name: str, expected: Any, got: Any) -> OptionError:
+    return OptionError(
+        message(f"state.{name}", f"{expected}", f"{got}", "A state serves only layers with the options that made it.")
+    )
