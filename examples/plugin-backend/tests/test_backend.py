@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,5 +144,8 @@ def test_a_compiler_that_does_not_work_is_reported(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_compiler_that_miscompiles_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "function", lambda dtype: lambda *arguments: None)
+    def zeros(T: int, n: int, d: int, dv: int, g: int, b: int, c: int, a: int, r: int, X: int) -> None:
+        ctypes.memset(r, 0, T * n * dv * 4)
+
+    monkeypatch.setattr(compiler, "function", lambda dtype: zeros)
     assert backend().check().reason.startswith("its results are wrong here")
