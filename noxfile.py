@@ -19,6 +19,9 @@ nox.options.sessions = (
     "tests-jax",
     "tests-triton",
     "triton-compile",
+    "tests-cupy",
+    "cupy-sanitize",
+    "cupy-compile",
     "minimal",
     "docs",
 )
@@ -116,6 +119,27 @@ def triton_semantics(session: nox.Session) -> None:
     session.install("--no-deps", "--ignore-requires-python", "ttsem==0.1.0")
     file = "tests/test_triton_semantics.py"
     session.run("python", "-m", "ttsem.sanitize", "pytest", "--arrays=torch", file, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="tests-cupy")
+def tests_cupy(session: nox.Session) -> None:
+    """The CUDA sources on the CPU, by themselves and through a stand-in for CuPy under the shared suite."""
+    run_tests(session, "cupy", "ml_dtypes")
+
+
+@nox.session(name="cupy-sanitize")
+def cupy_sanitize(session: nox.Session) -> None:
+    """The CUDA sources under the address, undefined-behaviour and thread sanitizers."""
+    session.install(".", *group("test", "cupy"))
+    session.run("pytest", "--arrays=cupy", "-n", "2", "-m", "sanitizers", "tests", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="cupy-compile")
+def cupy_compile(session: nox.Session) -> None:
+    """The CUDA sources compiled by NVRTC for several GPUs, without one."""
+    session.install(".", *group("test", "nvrtc"))
+    files = ("tests/test_cupy_compile.py", "tests/test_cuda_nvrtc.py")
+    session.run("pytest", "--arrays=cupy", "-n", "2", *files, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

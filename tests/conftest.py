@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     name = libraries.chosen = config.getoption("--arrays")
+    if name == "cupy":
+        stand_in(config)
     libraries.Library(name).module  # noqa: B018 (a missing library must fail the session, not skip it)
     if name == "jax":
         import jax
 
         jax.config.update("jax_enable_x64", True)
+
+
+def stand_in(config: pytest.Config) -> None:
+    """Where no GPU is at hand, as CuPy sees it, its stand-in runs the CUDA sources on the CPU."""
+    if os.environ.get("HLA_TEST_DEVICE") == "cuda":
+        return
+    from cuda import standin
+
+    installed = standin.install()
+    installed.__enter__()
+    config.add_cleanup(lambda: installed.__exit__(None, None, None))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,11 +61,33 @@ def own_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     def resolve(call: Any, argument: Any, gradient: bool = False) -> Any:
         found = choose(call, argument, gradient)
         named, _ = selection._selected(argument)
-        if not named and call.family in ("torch", "jax"):
+        own = call.family in ("torch", "jax") or (call.family == "cupy" and call.form not in ("scan", "parallel"))
+        if not named and own:
             assert found.spec.name != "numpy", f"backend numpy for {call.family} arrays: {call}"
         return found
 
     monkeypatch.setattr(selection, "resolve", resolve)
+
+
+@pytest.fixture(autouse=True)
+def in_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What backend "cupy" computes over tokens it computes in its kernels: products of CuPy itself raise meanwhile."""
+    if libraries.chosen != "cupy" or os.environ.get("HLA_TEST_DEVICE") == "cuda":
+        return
+    from cuda import standin
+    from hla.backends.staged import execution
+
+    def guarded(function: Any) -> Any:
+        def run(engine: Any, *arguments: Any, **keywords: Any) -> Any:
+            with standin.kernels_only() if engine is ENGINE else nullcontext():
+                return function(engine, *arguments, **keywords)
+
+        return run
+
+    from hla.backends.cupy.engine import ENGINE
+
+    for name in ("compute", "differentiate"):
+        monkeypatch.setattr(execution, name, guarded(getattr(execution, name)))
 
 
 @pytest.fixture(autouse=True, scope="module")

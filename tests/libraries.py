@@ -11,12 +11,13 @@ import pytest
 
 chosen = "numpy"
 """what --arrays says; set before any test is collected"""
-NAMES = ("numpy", "strict", "torch", "jax")
+NAMES = ("numpy", "strict", "torch", "jax", "cupy")
 FLOATS = {
     "numpy": ("float16", "bfloat16", "float32", "float64"),
     "strict": ("float32", "float64"),
     "torch": ("float16", "bfloat16", "float32", "float64"),
     "jax": ("float16", "bfloat16", "float32", "float64"),
+    "cupy": ("float16", "bfloat16", "float32", "float64"),
 }
 
 
@@ -30,9 +31,7 @@ class Library:
     @property
     def module(self) -> Any:
         """The library's own module (not the compatibility layer)."""
-        return importlib.import_module(
-            {"strict": "array_api_strict", "jax": "jax.numpy", "torch": "torch", "numpy": "numpy"}[self.name]
-        )
+        return importlib.import_module({"strict": "array_api_strict", "jax": "jax.numpy"}.get(self.name, self.name))
 
     @property
     def family(self) -> str:
@@ -46,11 +45,11 @@ class Library:
 
     def dtype(self, name: str) -> Any:
         """The library's dtype of that name."""
-        if name == "bfloat16" and self.name == "numpy":
+        if name == "bfloat16" and self.name in ("numpy", "cupy"):
             import ml_dtypes
 
             return np.dtype(ml_dtypes.bfloat16)
-        if self.name == "numpy":
+        if self.name in ("numpy", "cupy"):
             return np.dtype(name)
         return getattr(self.module, name)
 
@@ -75,6 +74,8 @@ class Library:
             x = x.detach()
             x = x.float() if str(x.dtype) in ("torch.bfloat16", "torch.float16") else x
             return x.numpy()
+        if self.name == "cupy":
+            x = x.get()
         if self.name == "strict":
             return np.from_dlpack(self.module.asarray(x, device=self.module.Device("CPU_DEVICE")))
         made = np.asarray(x)

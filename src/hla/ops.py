@@ -9,6 +9,7 @@ from hla.arrays import Array
 from hla.backends import Backend, selection
 from hla.backends.selection import Plan
 from hla.checks import Checked, check_call
+from hla.errors import DTypeError
 from hla.options import Keywords, Options, read_options, with_signature
 from hla.states import State, finished
 
@@ -206,7 +207,19 @@ def _run(function: str, operator: str, q: Any, k: Any, v: Any, given: Any, order
 
         return compilation.call(operator, q, k, v, given, order)
     options = read_options(function, given)
-    checked = check_call(operator, q, k, v, options, order)
+    try:
+        checked = check_call(operator, q, k, v, options, order)
+    except DTypeError:
+        guests = selection.guests(options.backend)
+        if guests is None:
+            raise
+        own_q, own_k, own_v = map(guests.take, (q, k, v))
+        if own_q is q and own_k is k and own_v is v:
+            raise
+        taken = {name: guests.take(x) for name, x in given.items()}
+        found = _run(function, operator, own_q, own_k, own_v, taken, order)
+        back = guests.back(v)
+        return (back(found[0]), found[1]) if options.return_state else back(found)
     return execute(checked, options)
 
 

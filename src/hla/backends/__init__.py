@@ -45,7 +45,7 @@ __all__ = [
 
 def builtin() -> dict[str, Backend]:
     """The backends of this distribution; each file imports its framework only when it is loaded."""
-    from hla.backends import jax, numpy, torch, triton
+    from hla.backends import cupy, jax, numpy, torch, triton
 
-    made = (numpy.backend(), torch.backend(), triton.backend(), jax.backend())
+    made = (numpy.backend(), torch.backend(), triton.backend(), jax.backend(), cupy.backend())
     return {backend.spec.name: backend for backend in made}

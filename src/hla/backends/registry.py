@@ -93,6 +93,15 @@ class BackendSpec:
         return " ".join(["pip install", *(f'"{name}"' for name in wanted)])
 
 
+class Guests(NamedTuple):
+    """How a backend takes objects that are no arrays of any known library, where it is named: without copies."""
+
+    take: Callable[[Any], Any]
+    """from such an object to an array of the backend; anything else stays as it is"""
+    back: Callable[[Any], Callable[[Array], Any]]
+    """from the caller's v to a function of the output"""
+
+
 def _yes_probe() -> Verdict:
     return Verdict(True, "available")
 
@@ -122,6 +131,7 @@ class Backend:
         plain_form: the form that "auto" stands for on a problem.
         step_namespaces: where decode steps need no more than the core's own operations, a function that gives the
             namespaces they run in, (one that keeps its operands, one that may overwrite them); such steps skip `load`.
+        guests: how it takes objects that are no arrays, such as Numba's device arrays; None where it does not.
     """
 
     spec: BackendSpec
@@ -133,6 +143,7 @@ class Backend:
     check: Callable[[], Verdict] | None = None
     plain_form: Callable[[Problem], str] = _form_as_asked
     step_namespaces: Callable[[Problem], tuple[Any, Any]] | None = None
+    guests: Guests | None = None
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def availability(self) -> Verdict:
@@ -156,7 +167,7 @@ class Backend:
         """Whether the backend can run a call, with the reason. `named`: whether it was asked for by name."""
         spec = self.spec
         if "*" not in spec.families and call.family not in spec.families:
-            return Verdict(False, f"takes {' and '.join(spec.families)} arrays, not {call.family}")
+            return Verdict(False, f"takes {', '.join(spec.families)} arrays, not {call.family}")
         available = self.availability()
         if not available.ok:
             return available

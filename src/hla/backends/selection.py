@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from hla import arrays
 from hla.arrays import dtype_name
 from hla.backends import registry as _registry
-from hla.backends.registry import Backend, Call, Verdict
+from hla.backends.registry import Backend, Call, Guests, Verdict
 from hla.errors import BackendNotInstalledError, BackendUnsupportedError, OptionError, message
 from hla.problem import Problem
 
@@ -204,6 +204,12 @@ def _selected(argument: Any) -> tuple[Names, str]:
 def in_force(argument: Any) -> tuple[Names, int]:
     """What a choice depends on beside the call: the names selected, and which backends there are."""
     return _selected(argument)[0], _registry.generation
+
+
+def guests(argument: Any) -> Guests | None:
+    """How the first named backend that takes objects which are no arrays does so."""
+    found = (_registry.get(name) for name in _selected(argument)[0])
+    return next((b.guests for b in found if b.guests is not None and b.availability().ok), None)
 
 
 def available() -> list[str]:

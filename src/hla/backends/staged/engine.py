@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from hla.arrays import Array, Device, DType, Namespace
+from hla.arrays import Array, DType, Namespace
 from hla.problem import Problem
 
 
@@ -48,8 +48,11 @@ class Engine(Protocol):
     def fill(self, target: Array, source: Array) -> None:
         """Write one array into another."""
 
-    def table(self, where: Device, rows: Sequence[Any]) -> Array:
-        """Whole numbers of 64 bits on a device."""
+    def place(self, x: Array) -> Hashable:
+        """The device of an array, as part of a key."""
+
+    def table(self, where: Any, rows: Sequence[Any]) -> Array:
+        """Whole numbers of 64 bits on a device, which `place` gave."""
 
     def arithmetic(self, problem: Problem) -> Arithmetic:
         """The dtypes of a call."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from hla import traffic
-from hla.arrays import Array, DType, broadcast_shapes, cast, device, moveaxis, transpose
+from hla.arrays import Array, DType, broadcast_shapes, cast, moveaxis, transpose
 from hla.backends.staged import operations
 from hla.backends.staged.engine import Engine
 from hla.backends.staged.operations import Batch, Found, Gate, Setting, Stream, Term, run_chain, run_read, run_state
@@ -24,7 +24,9 @@ def setting_of(engine: Engine, problem: Problem) -> Setting:
     arithmetic = engine.arithmetic(problem)
     offsets = None if problem.cu_seqlens is None else tuple(problem.cu_seqlens)
     size = engine.chunk_size(problem, arithmetic)
-    setting = Setting(engine, timeline(engine, problem.length, size, offsets, device(problem.v)), Gate(0), arithmetic)
+    setting = Setting(
+        engine, timeline(engine, problem.length, size, offsets, engine.place(problem.v)), Gate(0), arithmetic
+    )
     log_decay, mask, starts = problem.log_decay, problem.token_mask, problem.starts
     if mask is None and starts is None and (log_decay is None or problem.constant):
         return setting if log_decay is None else replace(setting, gate=Gate(1, (log_decay,)))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from hla.arrays import Array, DType, Namespace, broadcast_shapes, device, moveaxis, transpose
+from hla.arrays import Array, DType, Namespace, broadcast_shapes, moveaxis, transpose
 from hla.backends.staged.engine import Arithmetic, Engine
 from hla.backends.staged.timeline import Timeline, in_parts
 from hla.backends.staged.views import Grid, arrange
@@ -299,7 +299,7 @@ FEWEST_CHUNKS = 16
 
 def _run_in_parts(setting: Setting, state: State, cut_in: int, *, borders: bool, final: bool, like: Array) -> Found:
     """Totals of the parts, what precedes each of them, and then the parts side by side."""
-    cut = replace(setting, timeline=in_parts(setting.engine, setting.timeline, cut_in, device(like)))
+    cut = replace(setting, timeline=in_parts(setting.engine, setting.timeline, cut_in, setting.engine.place(like)))
     parts = cut.timeline.parts
     totals = new_final(setting, state.batch, parts, state.sizes, like)
     through = setting.engine.empty(like, (*state.batch, parts), setting.sums)

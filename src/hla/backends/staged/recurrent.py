@@ -10,7 +10,7 @@ import math
 from functools import cache
 from typing import Any
 
-from hla.arrays import Array, broadcast_shapes, device, moveaxis
+from hla.arrays import Array, broadcast_shapes, moveaxis
 from hla.backends.staged.engine import Engine
 from hla.backends.staged.forward import final_state, inputs, natural, with_parts
 from hla.backends.staged.operations import Batch, column
@@ -99,7 +99,7 @@ class _Tokens:
             *(x.shape[:-2] for x in options),
         )
         offsets = None if problem.cu_seqlens is None else tuple(problem.cu_seqlens)
-        self.cut = timeline(engine, problem.length, 16, offsets, device(problem.v))
+        self.cut = timeline(engine, problem.length, 16, offsets, engine.place(problem.v))
         self.given = inputs(engine, problem)
         self.given.setdefault("one", self.given["v"])
         self.shared = self._shared()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from hla.arrays import Array, Device
+from hla.arrays import Array
 from hla.backends.staged.engine import Engine
 
 
@@ -31,7 +32,7 @@ class Timeline:
 
 
 @lru_cache(maxsize=256)
-def timeline(engine: Engine, length: int, size: int, offsets: tuple[int, ...] | None, where: Device) -> Timeline:
+def timeline(engine: Engine, length: int, size: int, offsets: tuple[int, ...] | None, where: Hashable) -> Timeline:
     """The chunks of one sequence, or of the packed sequences between `offsets`; tables lie on the device `where`."""
     if offsets is None:
         return Timeline(length, size, -(-length // size), 1)
@@ -46,7 +47,7 @@ def timeline(engine: Engine, length: int, size: int, offsets: tuple[int, ...] | 
 
 
 @lru_cache(maxsize=256)
-def in_parts(engine: Engine, of: Timeline, parts: int, where: Device) -> Timeline:
+def in_parts(engine: Engine, of: Timeline, parts: int, where: Hashable) -> Timeline:
     """One long sequence in about that many pieces of whole chunks."""
     each = -(-of.count // parts)
     borders = [*range(0, of.count, each), of.count]

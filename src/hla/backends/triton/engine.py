@@ -159,6 +159,10 @@ class Triton:
         """Write one tensor into another."""
         target.copy_(source)
 
+    def place(self, x: Tensor) -> torch.device:
+        """The device."""
+        return x.device
+
     def table(self, where: torch.device, rows: Sequence[Any]) -> Tensor:
         """int64."""
         return torch.tensor(rows, dtype=torch.int64).to(where)

@@ -1,0 +1,142 @@
+"""Arrays of other libraries on backend "cupy": only where it is named, in their own memory, and back as they came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hla
+import libraries
+from cuda import cpu, standin
+from hla.backends import selection
+from hla.testing import error_budget, per_token_error
+from samples import OPERATORS, draw
+
+torch: Any = libraries.only("torch")
+
+if not cpu.available():
+    pytest.skip("with g++", allow_module_level=True)
+
+FEW = ("hla2", "ahla", "hla3 printed")
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The stand-in, whose device is the CPU."""
+    monkeypatch.setattr(hla.backends.cupy, "DEVICES", ("cpu",))
+    with standin.install() as module:
+        yield module
+
+
+def tensors(dtype: Any = None) -> tuple[Any, ...]:
+    q, k, v, log_decay, do = (torch.from_numpy(x) for x in draw())
+    return tuple(x.to(dtype or torch.float32) for x in (q, k, v)), log_decay.float(), do.to(dtype or torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", FEW)
+def test_tensors(name: str, dtype: str, cupy: Any) -> None:
+    operator, own = OPERATORS[name]
+    (q, k, v), log_decay, do = tensors(getattr(torch, dtype))
+    options = {**own, "log_decay": log_decay, "return_state": True}
+    call = getattr(hla, operator)
+    with standin.kernels_only():
+        o, state = call(q, k, v, backend="cupy", **options)
+    assert standin.launches
+    assert type(o) is torch.Tensor
+    assert o.dtype == v.dtype
+    wanted, following = call(
+        q.double(), k.double(), v.double(), backend="torch", **{**options, "log_decay": log_decay.double()}
+    )
+    budget = error_budget(operator, dtype, q.shape[-2], q.shape[-1], dv=v.shape[-1], **own)
+    assert per_token_error(o.double(), wanted) <= budget
+    for x, y in zip(state, following, strict=True):
+        assert type(x) is torch.Tensor
+        assert float((x.double() - y).abs().max() / y.abs().max()) <= budget
+    _, pull = hla.vjp(operator, q, k, v, backend="cupy", **{**options, "return_state": False})
+    found = pull(do)
+    _, pull = hla.vjp(
+        operator,
+        *(x.double() for x in (q, k, v)),
+        backend="torch",
+        **{**options, "log_decay": log_decay.double(), "return_state": False},
+    )
+    right = pull(do.double())
+    for field in ("q", "k", "v", "log_decay"):
+        x, y = getattr(found, field), getattr(right, field)
+        assert type(x) is torch.Tensor
+        assert float((x.double() - y).abs().max() / y.abs().max()) <= 3 * budget
+
+
+def test_memory_is_shared(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> None:
+    """Inputs are read where they lie, and a step in place writes to the caller's state."""
+    from hla.backends.cupy import launch
+
+    (q, k, v), _, _ = tensors()
+    seen: list[Any] = []
+    monkeypatch.setattr(launch, "watchers", [seen.append])
+    _, state = hla.hla2(q, k, v, return_state=True, backend="cupy")
+    chain = next(one for one in seen if one.kernel == "chain")
+    assert {chain.arguments["y"].data.ptr, chain.arguments["x"].data.ptr} <= {q.data_ptr(), k.data_ptr()}
+    places = [x.data_ptr() for x in state]
+    before = [x.clone() for x in state]
+    _, moved = hla.step(state, q[..., 0, :], k[..., 0, :], v[..., 0, :], inplace=True, backend="cupy")
+    assert moved is state
+    assert [x.data_ptr() for x in state] == places
+    assert not any(map(torch.equal, state, before))
+    token = next(one for one in seen if one.kernel == "token")
+    assert [x.data.ptr for x in token.arguments["after"]] == places
+
+
+def test_only_on_request() -> None:
+    (q, k, v), _, _ = tensors()
+    assert hla.explain("hla2", q, k, v).backend == "torch"
+    plan = hla.explain("hla2", q, k, v, backend="cupy")
+    assert plan.backend == "cupy"
+    with hla.use_backend("cupy"):
+        assert hla.explain("hla2", q, k, v).backend == "cupy"
+    verdict = next(c for c in hla.explain("hla2", q, k, v).candidates if c.name == "cupy")
+    assert (verdict.ok, verdict.reason) == (False, "takes torch arrays only when it is named")
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    (q, k, v), _, _ = tensors()
+    with pytest.raises(hla.BackendUnsupportedError, match=r"not followed by torch's autograd; use hla\.vjp"):
+        hla.hla2(q.requires_grad_(), k, v, backend="cupy")
+    q = q.detach()
+    with pytest.raises(hla.BackendUnsupportedError, match="not while they are traced"):
+        torch.func.vmap(lambda q: hla.hla2(q, k[0], v[0], backend="cupy"))(q)
+    monkeypatch.setattr(hla.backends.cupy, "DEVICES", ("cuda", "gpu"))
+    selection._choices.clear()
+    with pytest.raises(hla.BackendUnsupportedError, match="runs on NVIDIA GPUs, not cpu"):
+        hla.hla2(q, k, v, backend="cupy")
+
+
+class Guest:
+    """An array of a library that hla does not know, on the device."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {**self.x.__array_interface__, "version": 3}
+
+
+def test_guests(cupy: Any) -> None:
+    """Objects with `__cuda_array_interface__` alone, options among them, where the backend is named."""
+    q, k, v, log_decay, _ = (x.astype(np.float32) for x in draw())
+    given = [Guest(x) for x in (q, k, v)]
+    o, state = hla.hla2(*given, log_decay=Guest(log_decay), backend="cupy", return_state=True)
+    assert type(o) is cupy.ndarray
+    assert all(type(x) is cupy.ndarray for x in state)
+    wanted = hla.hla2(*(x.astype(np.float64) for x in (q, k, v)), log_decay=log_decay.astype(np.float64))
+    assert per_token_error(o.get(), wanted) <= error_budget("hla2", "float32", 17, 5, dv=7)
+    for backend in (None, "numpy"):
+        with pytest.raises(hla.DTypeError, match=r"^q: expected an array .*Guest"):
+            hla.hla2(*given, backend=backend)
+    with pytest.raises(hla.DTypeError, match=r"^q: expected an array .*builtins\.list"):
+        hla.hla2([1.0], [1.0], [1.0], backend="cupy")
