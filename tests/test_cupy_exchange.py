@@ -11,6 +11,7 @@ import pytest
 import hla
 import libraries
 from cuda import cpu, standin
+from hla.backends import cupy as backend
 from hla.backends import selection
 from hla.testing import error_budget, per_token_error
 from samples import OPERATORS, draw
@@ -26,7 +27,7 @@ FEW = ("hla2", "ahla", "hla3 printed")
 @pytest.fixture(autouse=True)
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The stand-in, whose device is the CPU."""
-    monkeypatch.setattr(hla.backends.cupy, "DEVICES", ("cpu",))
+    monkeypatch.setattr(backend, "DEVICES", ("cpu",))
     with standin.install() as module:
         yield module
 
@@ -41,34 +42,26 @@ def tensors(dtype: Any = None) -> tuple[Any, ...]:
 def test_tensors(name: str, dtype: str, cupy: Any) -> None:
     operator, own = OPERATORS[name]
     (q, k, v), log_decay, do = tensors(getattr(torch, dtype))
-    options = {**own, "log_decay": log_decay, "return_state": True}
-    call = getattr(hla, operator)
+    exact = [x.double() for x in (q, k, v)]
+    given, judged = ({**own, "log_decay": g} for g in (log_decay.to(v.dtype), log_decay.to(v.dtype).double()))
     with standin.kernels_only():
-        o, state = call(q, k, v, backend="cupy", **options)
+        o, state = getattr(hla, operator)(q, k, v, backend="cupy", return_state=True, **given)
+        found = hla.vjp(operator, q, k, v, backend="cupy", **given)[1](do)
     assert standin.launches
-    assert type(o) is torch.Tensor
-    assert o.dtype == v.dtype
-    wanted, following = call(
-        q.double(), k.double(), v.double(), backend="torch", **{**options, "log_decay": log_decay.double()}
-    )
-    budget = error_budget(operator, dtype, q.shape[-2], q.shape[-1], dv=v.shape[-1], **own)
+    assert all(type(x) is torch.Tensor for x in (o, *state, found.q))
+    assert (o.dtype, found.q.dtype, found.log_decay.dtype) == (v.dtype, q.dtype, v.dtype)
+    wanted, following = getattr(hla, operator)(*exact, backend="torch", return_state=True, **judged)
+    right = hla.vjp(operator, *exact, backend="torch", **judged)[1](do.double())
+    budget = error_budget(operator, dtype, q.shape[-2], q.shape[-1], dv=v.shape[-1])
     assert per_token_error(o.double(), wanted) <= budget
     for x, y in zip(state, following, strict=True):
-        assert type(x) is torch.Tensor
-        assert float((x.double() - y).abs().max() / y.abs().max()) <= budget
-    _, pull = hla.vjp(operator, q, k, v, backend="cupy", **{**options, "return_state": False})
-    found = pull(do)
-    _, pull = hla.vjp(
-        operator,
-        *(x.double() for x in (q, k, v)),
-        backend="torch",
-        **{**options, "log_decay": log_decay.double(), "return_state": False},
-    )
-    right = pull(do.double())
+        assert off(x, y) <= budget
     for field in ("q", "k", "v", "log_decay"):
-        x, y = getattr(found, field), getattr(right, field)
-        assert type(x) is torch.Tensor
-        assert float((x.double() - y).abs().max() / y.abs().max()) <= 3 * budget
+        assert off(getattr(found, field), getattr(right, field)) <= 3 * budget  # each read is computed again
+
+
+def off(x: Any, wanted: Any) -> float:
+    return float((x.double() - wanted).abs().max() / wanted.abs().max())
 
 
 def test_memory_is_shared(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> None:
@@ -104,12 +97,12 @@ def test_only_on_request() -> None:
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     (q, k, v), _, _ = tensors()
-    with pytest.raises(hla.BackendUnsupportedError, match=r"not followed by torch's autograd; use hla\.vjp"):
+    with pytest.raises(hla.BackendUnsupportedError, match=r"not followed by torch's autograd"):
         hla.hla2(q.requires_grad_(), k, v, backend="cupy")
     q = q.detach()
     with pytest.raises(hla.BackendUnsupportedError, match="not while they are traced"):
         torch.func.vmap(lambda q: hla.hla2(q, k[0], v[0], backend="cupy"))(q)
-    monkeypatch.setattr(hla.backends.cupy, "DEVICES", ("cuda", "gpu"))
+    monkeypatch.setattr(backend, "DEVICES", ("cuda", "gpu"))
     selection._choices.clear()
     with pytest.raises(hla.BackendUnsupportedError, match="runs on NVIDIA GPUs, not cpu"):
         hla.hla2(q, k, v, backend="cupy")
@@ -135,8 +128,8 @@ def test_guests(cupy: Any) -> None:
     assert all(type(x) is cupy.ndarray for x in state)
     wanted = hla.hla2(*(x.astype(np.float64) for x in (q, k, v)), log_decay=log_decay.astype(np.float64))
     assert per_token_error(o.get(), wanted) <= error_budget("hla2", "float32", 17, 5, dv=7)
-    for backend in (None, "numpy"):
+    for name in (None, "numpy"):
         with pytest.raises(hla.DTypeError, match=r"^q: expected an array .*Guest"):
-            hla.hla2(*given, backend=backend)
+            hla.hla2(*given, backend=name)
     with pytest.raises(hla.DTypeError, match=r"^q: expected an array .*builtins\.list"):
         hla.hla2([1.0], [1.0], [1.0], backend="cupy")

@@ -27,6 +27,7 @@ import ctypes
 import functools
 import hashlib
 import importlib
+import math
 import os
 import re
 import sys
@@ -276,7 +277,7 @@ def _at(
     if 0 in shape:
         return np.empty(shape, dtype)
     if strides is None:
-        strides = np.empty((0, *shape[1:]), dtype).strides if shape else ()
+        strides = tuple(dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
     reach = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
     first = sum(x for x in reach if x < 0)
     memory = (ctypes.c_byte * (sum(abs(x) for x in reach) + dtype.itemsize)).from_address(address + first)
