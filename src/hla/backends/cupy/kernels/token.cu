@@ -162,6 +162,7 @@ __global__ void __launch_bounds__(THREADS) token(
     if (there) {
       #pragma unroll
       for (int i = 0; i < 3; ++i) {
+        if (!given[i]) continue;  // no line looks at it
         const View& view = i == 0 ? p.q : i == 1 ? p.k : p.v;
         const i64 at = entry(view, b) + t * view.s0;
         for (int c = threadIdx.x; c < p.widths[i]; c += THREADS)
