@@ -34,7 +34,7 @@ SIZES = "1,8192,96,128;1,8192,96,64;4,2048,32,128;1,65536,8,128;1,512,32,64"
 OPERATORS = ("hla2", "ahla", "hla3", "linear_attention")
 OPTIONS: dict[str, Any] = {"decay": 0.99}
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/test_triton.py", "tests/test_triton_gradients.py")
+TESTS = tuple(f"tests/test_triton{name}.py" for name in ("", "_gradients", "_library", "_large"))
 Call = Callable[[], Any]
 
 
@@ -99,6 +99,8 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.before = 0 if device.type == "cpu" else 2
+        """calls that are not timed; on a GPU they compile and tune"""
         self._flush = torch.empty(64 * 2**20 if device.type != "cpu" else 1, dtype=torch.int32, device=device)
 
     def __call__(self, call: Call) -> float:
@@ -118,10 +120,10 @@ class Clock:
 
 
 def in_turns(clock: Clock, calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Median seconds; every call is made twice before, which also compiles and tunes it."""
+    """Median seconds."""
     for call in calls.values():
-        call()
-        call()
+        for _ in range(clock.before):
+            call()
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():

@@ -6,6 +6,7 @@ Nothing runs, so nothing here says whether a result is right, nor how fast it co
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ from triton_targets import (  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """As they are called in names of tests."""
+CHECKED = ("sm_80", "sm_90", "sm_100", "gfx942")
+"""Targets, by name."""
 
 
 class Case(NamedTuple):
@@ -49,6 +52,8 @@ class Case(NamedTuple):
     d: int
     dv: int
     launch: Launch
+    always: bool = True
+    """or only where every configuration is compiled too"""
 
     @property
     def size(self) -> str:
@@ -59,29 +64,35 @@ class Case(NamedTuple):
         return f"{self.target}, {self.size}: {described(self.launch)}"
 
 
-USUAL = (
-    *(("hla2", "state", ""), ("hla2", "forget", ""), ("ahla", "state", "")),
-    *(("hla2", "recurrent", ""), ("hla2", "long", "carry")),
-)
-"""Calls whose launches, or those of one kernel, are compiled for every target and size."""
+EACH = (("hla2", "forget", ""), ("hla2", "recurrent", ""), ("hla2", "long", "carry"))
+"""Calls whose launches, or those of one kernel, have every kernel."""
+USUAL = (("hla2", "state", ""), *EACH, ("ahla", "state", ""))
+"""And those that have every way in which a chain and a read are made."""
 WIDE = tuple(
-    (operator, call, "")
-    for operator in ("hla2", "ahla")
+    ("hla2", call, "")
     for call in ("plain", "constant", "segments", "packed", "long", "long forget", "decode", "none", "none packed")
 )
 """And those compiled for one target and size besides."""
+BESIDES = tuple(("ahla", call, kernel) for _, call, kernel in WIDE)
+HALF, SINGLE = ("bf16", 64, 64), ("fp32", 64, 64)
+PLAN = (
+    *((target, HALF, USUAL, True) for target in CHECKED),
+    *((target, SINGLE, EACH, True) for target in CHECKED),
+    *(("sm_90", HALF, WIDE, True), ("sm_90", ("bf16", 60, 100), EACH, True)),
+    *((target, size, USUAL, False) for target in CHECKED for size in (("bf16", 128, 128), SINGLE)),
+    *(("sm_90", size, USUAL, False) for size in (("fp32", 32, 32), ("bf16", 60, 100))),
+    ("sm_90", HALF, BESIDES, False),
+)
+"""Target, dtype and widths, calls, and whether they are compiled always."""
 
 
 def cases() -> Iterator[Case]:
     """One launch of each description, for every target and size."""
-    sizes = [("bf16", 64, 64), ("bf16", 128, 128), ("fp32", 64, 64)]
-    chosen = [(target, size, USUAL) for target in ("sm_80", "sm_90", "sm_100", "gfx942") for size in sizes]
-    chosen += [("sm_90", ("fp32", 32, 32), USUAL), ("sm_90", ("bf16", 60, 100), USUAL), ("sm_90", sizes[0], WIDE)]
     seen: set[str] = set()
-    for target, (dtype, d, dv), calls in chosen:
+    for target, (dtype, d, dv), calls, always in PLAN:
         for operator, call, kernel in calls:
             for one in launches(operator, DTYPES[dtype], d, dv, call):
-                case = Case(target, dtype, d, dv, one)
+                case = Case(target, dtype, d, dv, one, always)
                 if case.name not in seen and kernel in ("", one.kernel):
                     seen.add(case.name)
                     yield case
@@ -127,9 +138,10 @@ def allowances(case: Case) -> list[Allowance]:
 
 @pytest.fixture(autouse=True, scope="module")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is compiled here is compiled now, and not found from an earlier day."""
+    """What is compiled here is compiled now, and not found from an earlier day; by one worker for all."""
+    base = tmp_path_factory.getbasetemp()
     with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
+        triton.knobs.cache.dir = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "triton")
         yield
 
 
@@ -148,7 +160,11 @@ def faults(case: Case, usage: Usage) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def marked(always: bool, *values: Any, id: str) -> Any:
+    return pytest.param(*values, id=id, marks=() if always else pytest.mark.all_configs)
+
+
+@pytest.mark.parametrize("case", [marked(case.always, case, id=case.name) for case in CASES])
 def test_a_kernel_fits_its_target(case: Case) -> None:
     usage = compile(case.launch, TARGETS[case.target])
     assert not faults(case, usage)
@@ -156,15 +172,23 @@ def test_a_kernel_fits_its_target(case: Case) -> None:
     assert usage.spills <= allowed, f"spills {usage.spills} bytes, allowed {allowed}: {reason}"
 
 
-@pytest.mark.parametrize("allowance", SPILLS, ids=[x.cases for x in SPILLS])
+def always(allowance: Allowance) -> bool:
+    return any(case.always for case in CASES if allowance in allowances(case))
+
+
+@pytest.mark.parametrize("allowance", [marked(always(x), x, id=x.cases) for x in SPILLS])
 def test_an_allowance_is_needed(allowance: Allowance) -> None:
     cases = [case for case in CASES if allowance in allowances(case)]
+    cases.sort(key=lambda case: not case.always)
     assert any(compile(case.launch, TARGETS[case.target]).spills for case in cases), "spills nothing: take it out"
 
 
 def test_every_kernel_is_compiled_and_has_one_allowance_at_most() -> None:
-    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        assert {case.launch.kernel for case in CASES if case.target == target} == set(KERNELS)
+    for target, size in itertools.product(CHECKED, (HALF, SINGLE)):
+        found = [
+            case for case in CASES if case.always and (case.target, case.dtype, case.d, case.dv) == (target, *size)
+        ]
+        assert {case.launch.kernel for case in found} == set(KERNELS)
     assert all(len(allowances(case)) <= 1 for case in CASES)
 
 

@@ -27,6 +27,7 @@ from test_triton import FEW, FORMS, LAYOUTS, SHORT, gates  # noqa: E402
 from triton_options import Case, build, in_pairs, names  # noqa: E402
 from triton_runs import (  # noqa: E402, F401
     CHUNKWISE,
+    DEVICE,
     OPERATORS,
     Launched,
     budget,
@@ -35,9 +36,11 @@ from triton_runs import (  # noqa: E402, F401
     cotangents,
     draw,
     entries,
+    fetched,
     flat,
     initial,
     judge,
+    placed,
     run,
     tokens,
     watched,
@@ -82,7 +85,7 @@ def test_batch_axes_in_turns() -> None:
     """More batch axes than a launch has, none of which lie behind one another."""
     generator = torch.Generator().manual_seed(2)
     shapes = ((2, 1, 2, 1, 5, 3), (1, 2, 1, 2, 5, 3), (2, 1, 1, 1, 5, 4), (1, 2, 2, 1, 5))
-    q, k, v, g = (torch.randn(shape, generator=generator) for shape in shapes)
+    q, k, v, g = (placed(torch.randn(shape, generator=generator)) for shape in shapes)
     check("hla2", q, k, v, gradient=True, log_decay=-g.abs(), return_state=True)
     offsets = {"cu_seqlens": torch.tensor([0, 2, 2, 5]), "return_state": True}
     start = initial("ahla", {}, q, (3, 2, 2, 2, 2), d=3, dv=4)
@@ -123,7 +126,7 @@ def test_nothing(length: int, batch: tuple[int, ...], name: str) -> None:
     q, k, v = (x.requires_grad_() for x in draw(length, batch=batch))
     state = initial(operator, own, q, batch, d=5, dv=7)
     state = type(state)(*(x.requires_grad_() for x in state))
-    gate = torch.zeros(*batch, length).requires_grad_()
+    gate = torch.zeros(*batch, length, device=DEVICE).requires_grad_()
     found = run(operator, q, k, v, log_decay=gate, initial_state=state, return_state=True, **own)
     inputs = [q, k, v, gate, *state]
     made = torch.autograd.grad(flat(found), inputs, cotangents(flat(found)), allow_unused=True)
@@ -210,9 +213,9 @@ def test_some_of_the_results(name: str, through: str) -> None:
 
 def test_some_of_the_inputs() -> None:
     """Those that need none get none, and the gradient of log-decays is not computed for nothing."""
-    values = {**dict(zip("qkv", draw(17), strict=True)), "log_decay": -0.1 * torch.ones(2, 17)}
+    values = placed({**dict(zip("qkv", draw(17), strict=True)), "log_decay": -0.1 * torch.ones(2, 17)})
     whole = {n: x.clone().requires_grad_() for n, x in values.items()}
-    do = torch.ones(2, 17, 7)
+    do = torch.ones(2, 17, 7, device=DEVICE)
     want = dict(zip(whole, torch.autograd.grad(run("hla2", **whole), list(whole.values()), do), strict=True))
     for name in values:
         some = {n: x.clone().requires_grad_(n == name) for n, x in values.items()}
@@ -231,7 +234,7 @@ def test_pieces_and_steps() -> None:
     """Through the states that two pieces and a token hand on: the gradient of the whole."""
     for name in ("hla2", "hla2 printed"):
         operator, own = OPERATORS[name]
-        leaves = [x.requires_grad_() for x in (*draw(19), -0.2 * torch.ones(2, 19))]
+        leaves = [x.requires_grad_() for x in placed((*draw(19), -0.2 * torch.ones(2, 19)))]
         q, k, v, g = leaves
         first, state = run(operator, q[:, :3], k[:, :3], v[:, :3], log_decay=g[:, :3], return_state=True, **own)
         options = {"log_decay": g[:, 3:18], "initial_state": state, "return_state": True, **own}
@@ -240,7 +243,7 @@ def test_pieces_and_steps() -> None:
         assert chosen[-1] == ("triton", False)
         results = [torch.cat([first, second, third[:, None]], 1), *state]
         found = torch.autograd.grad(results, leaves, cotangents(results))
-        exact = [x.detach().double().requires_grad_() for x in leaves]
+        exact = [x.double().requires_grad_() for x in fetched([x.detach() for x in leaves])]
         wanted = flat(judge(operator, *exact[:3], log_decay=exact[3], return_state=True, **own))
         want = torch.autograd.grad(wanted, exact, cotangents(wanted))
         allowed = 2 * budget(operator, q, k, v, gradient=True, **own)
@@ -252,12 +255,12 @@ def test_pieces_and_steps() -> None:
 def test_cotangents_of_any_layout() -> None:
     """Expanded, transposed, and NaN at tokens that are skipped."""
     inputs = [x.requires_grad_() for x in draw(17)]
-    mask = torch.ones(2, 17, dtype=torch.bool)
+    mask = torch.ones(2, 17, dtype=torch.bool, device=DEVICE)
     mask[0, 3] = mask[1, 16] = False
     for normalize in (False, True):
         options = {"token_mask": mask, "normalize": normalize, "eps": 40.0}
         out = run("hla2", *inputs, **options)
-        expanded = torch.randn(17, 7).expand(2, 17, 7)
+        expanded = torch.randn(17, 7, device=DEVICE).expand(2, 17, 7)
         hidden = torch.where(mask[..., None], expanded, torch.nan)
         laid = expanded.mT.contiguous().mT
         want = torch.autograd.grad(out, inputs, expanded.contiguous(), retain_graph=True)
@@ -269,7 +272,7 @@ def test_nothing_is_written_or_shared() -> None:
     """Inputs and cotangents stay as they are, and no gradient lies in their memory or in another's."""
     for length, options in ((17, {"decay": 0.9}), (1, {"decay": 1.0}), (17, {"mask": "none"})):
         inputs = [x.requires_grad_() for x in draw(length)]
-        do = torch.randn(2, length, 7)
+        do = torch.randn(2, length, 7, device=DEVICE)
         kept = [x.detach().clone() for x in (*inputs, do)]
         found = torch.autograd.grad(run("hla2", *inputs, **options), inputs, do)
         assert all(torch.equal(x.detach(), y) for x, y in zip((*inputs, do), kept, strict=True))
@@ -280,11 +283,11 @@ def test_nothing_is_written_or_shared() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", FEW)
 def test_bad_values_stay_in_their_head(name: str) -> None:
-    values = {**dict(zip("qkv", draw(19), strict=True)), "log_decay": -0.1 * torch.ones(2, 19)}
+    values = placed({**dict(zip("qkv", draw(19), strict=True)), "log_decay": -0.1 * torch.ones(2, 19)})
 
     def gradients(values: Any) -> Any:
         leaves = {n: x.clone().requires_grad_() for n, x in values.items()}
-        return torch.autograd.grad(run(name, **leaves), list(leaves.values()), torch.ones(2, 19, 7))
+        return torch.autograd.grad(run(name, **leaves), list(leaves.values()), torch.ones(2, 19, 7, device=DEVICE))
 
     clean = gradients(values)
     for which in values:
@@ -295,7 +298,7 @@ def test_bad_values_stay_in_their_head(name: str) -> None:
 
 def test_autocast_changes_nothing() -> None:
     inputs = [x.requires_grad_() for x in draw(17)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         out = run("hla2", *inputs)
     want = run("hla2", *inputs)
     assert torch.equal(out, want)
@@ -330,11 +333,12 @@ def test_vjp(name: str) -> None:
     state = initial(operator, own, q, (2,), d=5, dv=7)
     mask = torch.ones(2, 19, dtype=torch.bool)
     mask[0, 3] = False
-    shared = {"token_mask": mask, "decay": 0.9, "return_state": True, **own}
+    shared = {"decay": 0.9, "return_state": True, **own}
     results = []
-    for backend, cast in (("triton", torch.Tensor.float), ("torch", torch.Tensor.double)):
+    for backend, cast in (("triton", placed), ("torch", lambda x: fetched(x).double())):
         chosen.clear()
         options = {"scale": cast(torch.tensor(0.4)), "initial_state": type(state)(*map(cast, state)), **shared}
+        options["token_mask"] = mask.to(options["scale"].device)
         with Launched() as kernels:
             value, pull = hla.vjp(operator, *map(cast, (q, k, v)), backend=backend, **options)
             found = pull(*(cotangents(flat(value))[:1]), type(value[1])(*cotangents(flat(value))[1:]))
@@ -348,7 +352,7 @@ def test_vjp(name: str) -> None:
         tokens(getattr(found, x), getattr(want, x), loose, x, backwards=y)
     for x, y in zip(found.initial_state, want.initial_state, strict=True):
         entries(x, y, loose, axes=x.ndim - 1)
-    terms = (want.q * q).abs().sum() / 0.4
+    terms = (want.q * fetched(q)).abs().sum() / 0.4
     entries(found.scale, want.scale, loose, "scale", axes=0, sizes=terms)
     assert found.decay.shape == ()
     assert found.log_decay is None
@@ -384,7 +388,7 @@ def same(found: Any, want: Any) -> None:
 
 
 def test_grad() -> None:
-    values = [*draw(5), -0.2 * torch.ones(2, 5)]
+    values = placed([*draw(5), -0.2 * torch.ones(2, 5)])
     loss = lambda *xs: attend(*xs).square().sum()  # noqa: E731
     leaves = [x.clone().requires_grad_() for x in values]
     want = torch.autograd.grad(loss(*leaves), leaves)
@@ -413,7 +417,7 @@ IN_DIMS = {
 def test_vmap(dims: str) -> None:
     """One more batch axis, of the inputs that have it; and of gradients."""
     axes = IN_DIMS[dims]
-    one = [*draw(5), -0.2 * torch.ones(2, 5)]
+    one = placed([*draw(5), -0.2 * torch.ones(2, 5)])
     other = [x if axis is None else 0.7 * x for x, axis in zip(one, axes, strict=True)]
     given = [x if a is None else torch.stack([x, y], a) for x, y, a in zip(one, other, axes, strict=True)]
     with Launched() as kernels:
@@ -434,13 +438,16 @@ def stateful(q: Any, k: Any, v: Any, state: Any) -> Any:
     return [out, *last]
 
 
+OFFSETS = placed(torch.tensor([0, 2, 2, 5]))
+
+
 def in_sequences(q: Any, k: Any, v: Any, state: Any) -> Any:
-    out, last = attend(q, k, v, cu_seqlens=torch.tensor([0, 2, 2, 5]), initial_state=state, return_state=True)
+    out, last = attend(q, k, v, cu_seqlens=OFFSETS, initial_state=state, return_state=True)
     return [out, *last]
 
 
 MAPPED: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
-    "masks and scales": (masked, lambda q: [torch.rand(2, 2, 5) < 0.7, torch.tensor([0.3, -2.0])], (0, 1, 4)),
+    "masks and scales": (masked, lambda q: placed([torch.rand(2, 2, 5) < 0.7, torch.tensor([0.3, -2.0])]), (0, 1, 4)),
     "states": (stateful, lambda q: [initial("hla2", {}, q, (2, 2), d=5, dv=7)], (0, 2, 3)),
     "a state for each sequence": (in_sequences, lambda q: [initial("hla2", {}, q, (2, 3, 2), d=5, dv=7)], (0, 2, 3)),
 }
@@ -530,8 +537,8 @@ def with_gradients(function: Any, inputs: list[Any]) -> list[Any]:
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("hla2", {}),
     "state": ("ahla", {"return_state": True, "normalize": True, "eps": 40.0}),
-    "packed": ("hla3", {"cu_seqlens": torch.tensor([0, 2, 2, 5]), "return_state": True}),
-    "masked": ("linear_attention", {"token_mask": torch.arange(5) != 3, "segment_ids": torch.arange(5) // 4}),
+    "packed": ("hla3", {"cu_seqlens": OFFSETS, "return_state": True}),
+    "masked": ("linear_attention", placed({"token_mask": torch.arange(5) != 3, "segment_ids": torch.arange(5) // 4})),
     "behind": ("hla2", {"axis": -3, "ridge": 0.5, "definition": "as_printed"}),
     "token by token": ("hla2", {"form": "recurrent"}),
 }
@@ -540,7 +547,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
 def program_of(name: str) -> tuple[Any, list[Any]]:
     """A function of q, k, v and decays, and these."""
     operator, options = PROGRAMS[name]
-    inputs = [*draw(5), torch.tensor([0.9, 0.7])]
+    inputs = placed([*draw(5), torch.tensor([0.9, 0.7])])
     if options.get("axis") == -3:
         inputs[:3] = (x.movedim(-2, -3) for x in inputs[:3])
 

@@ -19,6 +19,8 @@ torch: Any = libraries.only("torch")
 
 if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
     pytest.skip("of TRITON_INTERPRET=1, with triton", allow_module_level=True)
+if "HLA_TEST_DEVICE" in os.environ:
+    pytest.skip("of the interpreter alone", allow_module_level=True)
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402

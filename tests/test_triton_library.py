@@ -12,18 +12,18 @@ torch = libraries.only("torch")
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 import hla  # noqa: E402
-import triton_runs  # noqa: F401, E402 (skips this file outside the interpreter)
 from hla.backends.torch.autograd import Split  # noqa: E402
 from hla.backends.triton import launch, library  # noqa: E402
 from hla.checks import check_call  # noqa: E402
 from hla.options import Options  # noqa: E402
+from triton_runs import placed  # noqa: E402 (skips this file where no kernel runs)
 
 BATCH, HEADS, TOKENS, D, DV = 2, 3, 19, 5, 7
 
 
 def draw() -> list[Any]:
     generator = torch.Generator().manual_seed(0)
-    return [0.5 * torch.randn(BATCH, HEADS, TOKENS, n, generator=generator) for n in (D, D, DV)]
+    return placed([0.5 * torch.randn(BATCH, HEADS, TOKENS, n, generator=generator) for n in (D, D, DV)])
 
 
 def attend(q: Any, k: Any, v: Any) -> Any:

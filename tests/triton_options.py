@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from triton_runs import OPERATORS, draw, initial
+from triton_runs import OPERATORS, draw, initial, placed
 
 HEADS = 2
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -126,4 +126,4 @@ def build(case: Case) -> tuple[str, list[Any], dict[str, Any]]:
         options["initial_state"] = initial(operator, options, q, (*lead, *shape), **sizes)
     if case["axis"] == -3:
         q, k, v = (x.movedim(-2, -3) for x in (q, k, v))
-    return operator, [q, k, v], options
+    return operator, [q, k, v], placed(options)

@@ -1,10 +1,13 @@
 """Calls of backend "triton" in Triton's interpreter: watched while they run, and judged in float64.
 
-Importing this skips a module of tests unless TRITON_INTERPRET=1 was set before triton was imported.
+Importing this skips a module of tests unless TRITON_INTERPRET=1 was set before triton was imported. With
+HLA_TEST_DEVICE, "cuda" for example, the same tests run on that device, without the guards of the interpreter's memory:
+all that a call is given lies there, and what it returns is judged on the CPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -17,13 +20,13 @@ from typing import Any
 import pytest
 import torch
 
-if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
-    pytest.skip("of TRITON_INTERPRET=1, with triton", allow_module_level=True)
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
 
 from hla.backends.triton import launch
 
-if not launch.interpreting():
-    pytest.skip("TRITON_INTERPRET=1 came after triton", allow_module_level=True)
+if os.environ.get("HLA_TEST_DEVICE", "cpu") == "cpu" and not launch.interpreting():
+    pytest.skip("of TRITON_INTERPRET=1, set before triton is imported", allow_module_level=True)
 
 import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,10 +41,34 @@ from hla.testing.budgets import FIRST_ROWS, UNIT_ROUNDOFF
 from samples import OPERATORS as SAMPLES
 from triton_bounds import checked, nan_filled
 
+NAMED = os.environ.get("HLA_TEST_DEVICE")
+"""The device that was asked for; without one the tests are the interpreter's."""
+DEVICE = torch.device(NAMED or "cpu")
+INTERPRETED = pytest.mark.skipif(NAMED is not None, reason="of the interpreter alone")
+"""For tests that are about the interpreter."""
 OPERATORS = {**SAMPLES, "order 5": ("higher_order", {"order": 5})}
 """By the names of `samples`, and one order more."""
 CHUNKWISE, RECURRENT = {"clock", "chain", "carry", "read", "rate"}, {"token"}
 """The kernels of each form."""
+
+# --- places ------------------------------------------------------------------------------------------------------
+
+
+def placed(x: Any, device: torch.device = DEVICE) -> Any:
+    """Tensors on a device, that of the tests unless another is given; in lists, tuples, states and dictionaries too."""
+    if isinstance(x, torch.Tensor):
+        return x.to(device)
+    if isinstance(x, dict):
+        return {name: placed(value, device) for name, value in x.items()}
+    if is_state(x):
+        return type(x)(*(placed(field, device) for field in x))
+    return type(x)(placed(one, device) for one in x) if type(x) in (list, tuple) else x
+
+
+def fetched(x: Any) -> Any:
+    """On the CPU, where results are judged."""
+    return placed(x, torch.device("cpu"))
+
 
 # --- watching ----------------------------------------------------------------------------------------------------
 
@@ -88,9 +115,14 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         return guarded
 
-    monkeypatch.setattr(machine, "_patch_lang", once_a_launch(machine._patch_lang))
-    with checked(), nan_filled():
-        assert selftest("cpu").ok  # now, or a test would count its launches
+    with contextlib.ExitStack() as guards:
+        if NAMED is None:
+            guards.enter_context(checked())
+            guards.enter_context(nan_filled())
+        if launch.interpreting():
+            monkeypatch.setattr(machine, "_patch_lang", once_a_launch(machine._patch_lang))
+        verdict = selftest(str(placed(torch.zeros(())).device))  # now, or a test would count its launches
+        assert verdict.ok, verdict.reason
         registered()["triton"].runner("hla2")
         monkeypatch.setattr(selection, "resolve", resolve)
         own = [x for name, x in sys.modules.items() if name.startswith("hla.backends.triton.")]
@@ -140,6 +172,7 @@ class Launched(Counter[str]):
 
 def run(operator: str, q: Any, k: Any, v: Any, *, form: str = "chunkwise", **options: Any) -> Any:
     """A call that backend "triton" answers, in that form, with that form's kernels."""
+    (q, k, v), options = placed((q, k, v)), placed(options)
     del chosen[:]
     with Launched() as kernels:
         found = getattr(hla, operator)(q, k, v, form=form, backend="triton", **options)
@@ -163,7 +196,7 @@ def pulled(results: list[Any], inputs: list[Any], cotangents: list[Any]) -> list
 
 def judge(operator: str, q: Any, k: Any, v: Any, *, form: str = "parallel", **options: Any) -> Any:
     """The same in float64 by backend "torch": dense sums, unless another form is asked for."""
-    assert all(x.dtype == torch.float64 for x in (q, k, v))
+    assert all((x.dtype, x.device.type) == (torch.float64, "cpu") for x in (q, k, v))
     del chosen[:]
     found = getattr(hla, operator)(q, k, v, form=form, backend="torch", **options)
     assert chosen == [("torch", False)]
@@ -215,7 +248,7 @@ def name_of(dtype: torch.dtype) -> str:
 def tokens(got: Any, want: Any, allowed: float, label: str = "", *, backwards: bool = False, cut: Any = None) -> None:
     """Rows over time, (*batch, T, ·): each within its budget. `backwards`: they grow from the last to the first."""
     assert got.shape == want.shape, f"{label}: {tuple(got.shape)}, not {tuple(want.shape)}"
-    got, want = got.detach().double(), want.detach().double()
+    got, want = fetched((got.detach().double(), want.detach().double()))
     if backwards:
         got, want = got.flip(-2), want.flip(-2)
         cut = None if cut is None else (cut[-1] - cut).flip(0)
@@ -228,6 +261,7 @@ def entries(got: Any, want: Any, allowed: float, label: str = "", *, axes: int =
     assert got.shape == want.shape, f"{label}: {tuple(got.shape)}, not {tuple(want.shape)}"
     if not want.numel():
         return
+    got, want = fetched((got, want))
     off, size = (got.detach().double() - want.detach()).abs(), (want if sizes is None else sizes).detach().abs()
     if axes:
         off, size = (x.amax(tuple(range(-axes, 0))) for x in (off, size))
@@ -280,7 +314,7 @@ def flat(found: Any) -> list[Any]:
 def cotangents(results: list[Any]) -> list[Any]:
     """The same numbers for the same shapes, in any dtype: bfloat16 holds them."""
     generator = torch.Generator().manual_seed(7)
-    return [torch.randn(x.shape, generator=generator).bfloat16().to(x.dtype) for x in results]
+    return [torch.randn(x.shape, generator=generator).bfloat16().to(x.device, x.dtype) for x in results]
 
 
 def check(
@@ -302,13 +336,14 @@ def check(
 
     `spoil`: NaN at tokens that are skipped. `lay`: from the tensors that have gradients to q, k and v.
     """
-    values, rest = taken_apart(q, k, v, options)
+    values, rest = map(placed, taken_apart(q, k, v, options))
     own = spoilt(values, rest) if spoil else values
     own = {n: x.detach().requires_grad_(gradient) for n, x in own.items()}
     inputs, given = put_together(own, rest, lay)
     found = run(operator, *inputs, form=form, **given)
     allowed = budget(operator, *inputs, **rest)
 
+    values, rest = fetched(values), fetched(rest)
     exact = {n: x.detach().double().requires_grad_(gradient) for n, x in values.items()}
     leaves = dict(exact)
     length = inputs[2].shape[rest.get("axis", -2)]
@@ -377,18 +412,16 @@ def check_gradients(
 ) -> None:
     """All gradients, each in its input's dtype. Those of k and v grow from the last token to the first."""
     for name, want in right.items():
-        got = made[name]
-        if got is None:
-            got = torch.zeros_like(inputs[name])
-        if want is None:
-            want = torch.zeros_like(inputs[name])
-        assert got.dtype == inputs[name].dtype
+        like = fetched(inputs[name].detach())
+        got = torch.zeros_like(like) if made[name] is None else fetched(made[name])
+        want = torch.zeros_like(like) if want is None else want
+        assert got.dtype == like.dtype
         label, own = f"gradient of {name}", allowed + UNIT_ROUNDOFF[name_of(got.dtype)]  # it has a dtype of its own
         if name in "qkv":
             got, want = got.movedim(axis, -2), want.movedim(axis, -2)
             tokens(got, want, own, label, backwards=name != "q", cut=offsets_of(options))
         elif name == "log_decay":
-            assert not got[inputs[name] == -torch.inf].any()
+            assert not got[like == -torch.inf].any()
             entries(got, want, own, label, axes=1)
         else:
             entries(got, want, own, label, axes=0 if name in sizes else min(2, want.ndim), sizes=sizes.get(name))
@@ -397,17 +430,17 @@ def check_gradients(
 def draw(length: int, *, batch: tuple[int, ...] = (2,), d: int = 5, dv: int = 7, dtype: Any = torch.float32) -> Any:
     """q, k and v of unit variance."""
     generator = torch.Generator().manual_seed(41)
-    return [torch.randn(*batch, length, n, generator=generator).to(dtype) for n in (d, d, dv)]
+    return [placed(torch.randn(*batch, length, n, generator=generator).to(dtype)) for n in (d, d, dv)]
 
 
 def initial(operator: str, options: dict[str, Any], like: Any, batch: tuple[int, ...], **sizes: Any) -> Any:
     """A state to start from, of numbers like those of a few tokens."""
     fixing = {n: options[n] for n in ("mask", "definition", "order", "normalize", "ridge") if n in options}
-    zeros = hla.init_state(operator, batch=batch, like=like.float(), **sizes, **fixing)
+    zeros = hla.init_state(operator, batch=batch, like=fetched(like).float(), **sizes, **fixing)
     generator = torch.Generator().manual_seed(43)
     fields = []
     for x, symbol in zip(zeros, zeros.symbols, strict=True):
         x = torch.randn(x.shape, generator=generator)
         x = x.abs() if options.get("normalize") else x  # denominators far from 0
         fields.append(x + x.mT if symbol in hla.states.SYMMETRIC else x)
-    return type(zeros)(*fields)
+    return placed(type(zeros)(*fields))
