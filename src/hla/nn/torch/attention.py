@@ -490,8 +490,7 @@ class HigherOrderAttention(nn.Module):
         if x.ndim != len(axes) + 1 or x.shape[-1] != self.options.d_model:
             raise ShapeError(message(name, f"shape {layout}", f"{tuple(x.shape)}", "One row for each sequence."))
         own = self.q_proj.weight.dtype
-        cast = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, own)
-        if x.dtype != own and not (x.dtype.is_floating_point and cast):
+        if x.dtype != own and not _is_cast(x, own):
             raise DTypeError(
                 message(name, f"{own}, the dtype of the parameters", f"{x.dtype}",
                         f"Convert it with {name}.to({own}), or use torch.autocast.")
@@ -518,6 +517,13 @@ class HigherOrderAttention(nn.Module):
         for window, width in zip(state.windows, widths, strict=True):
             _check_field("windows", window, (batch, (self.options.conv_size or 1) - 1, width), wide, x)
         _check_field("position", state.position, (batch,), torch.int64, x)
+
+
+def _is_cast(x: Tensor, own: torch.dtype) -> bool:
+    """Whether autocast brings x and parameters of this dtype together."""
+    if not x.dtype.is_floating_point or torch.float64 in (x.dtype, own) or x.is_meta:
+        return False
+    return torch.is_autocast_enabled(x.device.type)
 
 
 def _widths(options: LayerOptions) -> tuple[int, int, int]:

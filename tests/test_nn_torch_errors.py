@@ -1,0 +1,261 @@
+"""`hla.nn.torch`: what contradicts itself is refused, at construction where it can be, and errors say the way out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import hla
+from layers import BATCH, D_MODEL, MIXED, TOKENS
+from libraries import only
+
+torch: Any = only("torch")
+
+from hla.nn.torch import HigherOrderAttention, HigherOrderOperator  # noqa: E402
+from test_nn_torch import make, tokens  # noqa: E402
+
+OPTION, SHAPE, DTYPE = hla.OptionError, hla.ShapeError, hla.DTypeError
+
+CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
+    ({"d_model": 0}, "d_model: expected an integer ≥ 1, got 0"),
+    ({"d_model": 12.0}, "d_model: expected an integer ≥ 1, got 12.0"),
+    ({"num_heads": True}, "num_heads: expected an integer ≥ 1, got True"),
+    ({"num_heads": 5}, "head_dim: expected a size, as num_heads = 5 does not divide d_model = 12"),
+    ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor of num_heads = 4, got 3"),
+    ({"num_kv_heads": 8}, "num_kv_heads: expected a divisor of num_heads = 4, got 8"),
+    ({"num_kv_heads": 0}, "num_kv_heads: expected an integer ≥ 1"),
+    ({"head_dim": -1}, "head_dim: expected an integer ≥ 1, got -1"),
+    ({"value_dim": 0}, "value_dim: expected an integer ≥ 1, got 0"),
+    ({"operator": "hla4"}, "operator: expected one of linear_attention, hla2, ahla, hla3, got 'hla4'"),
+    ({"operator": "higher_order"}, "operator: expected one of"),
+    ({"operator": ["hla2"] * 3}, "operator: expected a name, or a list of one for each of num_heads = 4 heads, got 3"),
+    ({"operator": ["hla2", "hla2", "hla2", "softmax"]}, "operator[3]: expected one of"),
+    ({"operator": 2}, "operator: expected a name, or a list"),
+    ({"operator": "ahla", "ridge": 0.1}, "ridge: expected 0 for ahla, got 0.1"),
+    ({"operator": ["ahla", "hla3"] * 2, "ridge": 0.1}, "ridge: expected 0 for ahla, hla3, got 0.1"),
+    ({"ridge": float("nan")}, "ridge: expected a finite number"),
+    ({"decay": 0.0}, "decay: expected a number in (0, 1], got 0.0"),
+    ({"decay": 1.01}, "decay: expected a number in (0, 1], got 1.01"),
+    ({"decay": float("nan")}, "decay: expected a number in (0, 1], got nan"),
+    ({"decay": True}, "decay: expected a number in (0, 1], got True"),
+    ({"decay": [0.9, 0.8]}, "decay: expected one number for each of num_kv_heads = 4 key/value heads, got 2"),
+    ({"decay": [0.9, 0.9, 0.9, 2.0]}, "decay[3]: expected a number in (0, 1], got 2.0"),
+    ({"decay": "gated"}, "decay: expected one of auto, learned, forget_gate, got 'gated'"),
+    ({"decay": 0.9, "decay_range": (0.9, 0.99)}, "decay_range: expected None unless the decay is learned"),
+    ({"decay": None, "decay_range": (0.9, 0.99)}, "decay_range: expected None unless the decay is learned"),
+    ({"decay_range": (0.9, 1.0)}, "decay_range: expected two numbers 0 < low ≤ high < 1"),
+    ({"decay_range": (0.99, 0.9)}, "decay_range: expected two numbers 0 < low ≤ high < 1"),
+    ({"decay_range": 0.9}, "decay_range: expected two numbers"),
+    ({"causal": False, "decay": 0.9}, "decay: expected None with causal=False, got 0.9"),
+    ({"causal": False, "decay": "forget_gate"}, "decay: expected None with causal=False"),
+    ({"causal": False, "decay_range": (0.9, 0.99)}, "decay_range: expected None unless the decay is learned"),
+    ({"causal": False, "conv_size": 4}, "conv_size: expected None with causal=False, got 4"),
+    ({"causal": False, "form": "recurrent"}, 'form: expected "auto", "chunkwise" or "parallel" with causal=False'),
+    ({"causal": 1}, "causal: expected True or False, got 1"),
+    ({"qk_norm": "layer"}, "qk_norm: expected one of rms, l2, got 'layer'"),
+    ({"qk_norm": True}, "qk_norm: expected one of rms, l2, got True"),
+    ({"feature_map": "elu"}, "feature_map: expected one of identity, elu+1, relu, softmax, got 'elu'"),
+    ({"conv_size": 0}, "conv_size: expected an integer ≥ 1, None or 'auto', got 0"),
+    ({"rotary": True, "head_dim": 5}, "head_dim: expected an even size with rotary=True, got 5"),
+    ({"rotary_base": 1.0}, "rotary_base: expected a number above 1"),
+    ({"output_norm": "rms"}, "output_norm: expected True or False"),
+    ({"output_gate": None}, "output_gate: expected True or False"),
+    ({"norm_eps": 0.0}, "norm_eps: expected a small number > 0"),
+    ({"normalize": 1}, "normalize: expected True or False"),
+    ({"eps": -1.0}, "eps: expected a number ≥ 0"),
+    ({"scale": float("inf")}, "scale: expected a finite number"),
+    ({"scale": "auto"}, "scale: expected a finite number"),
+    ({"dropout": 1.0}, "dropout: expected a probability in [0, 1), got 1.0"),
+    ({"bias": "no"}, "bias: expected True or False"),
+    ({"form": "fast"}, "form: expected one of auto, recurrent, scan, chunkwise, parallel, got 'fast'"),
+    ({"chunk_size": 0}, "chunk_size: expected an integer ≥ 1 or None, got 0"),
+]
+
+
+@pytest.mark.parametrize(("told", "says"), CONSTRUCTION, ids=[str(c[0]) for c in CONSTRUCTION])
+def test_construction(told: dict[str, Any], says: str) -> None:
+    with pytest.raises(OPTION, match=re.escape(says)) as caught:
+        HigherOrderAttention(**{"d_model": 12, "num_heads": 4, **told})
+    assert re.search(r"got .+\. \S.+\.$", str(caught.value)), "it says what to do"
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"operator": "softmax"}, "operator: expected one of"),
+        ({"operator": "ahla", "ridge": 1.0}, "ridge: expected 0 for ahla"),
+        ({"causal": False, "decay": 0.9}, "decay: expected None with causal=False"),
+        ({"decay": 2.0}, "decay: expected a number in (0, 1]"),
+        ({"causal": None}, "causal: expected True or False"),
+    ],
+)
+def test_construction_of_the_operator(told: dict[str, Any], says: str) -> None:
+    with pytest.raises(OPTION, match=re.escape(says)):
+        HigherOrderOperator(**told)
+
+
+def test_unknown_keyword() -> None:
+    with pytest.raises(TypeError, match="num_key_heads"):
+        HigherOrderAttention(12, 4, num_key_heads=2)
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+def refused(kind: Any, says: str, call: Any) -> None:
+    with pytest.raises(kind, match=re.escape(says)) as caught:
+        call()
+    assert re.search(r"got .+\. \S.+\.$", str(caught.value)), "it says what to do"
+
+
+def test_inputs() -> None:
+    layer, x = make({"operator": "hla2"}), tokens()
+    refused(SHAPE, "x: expected shape (B, T, d_model = 13), got (11, 13)", lambda: layer(x[0]))
+    refused(SHAPE, "x: expected shape (B, T, d_model = 13), got (2, 11, 12)", lambda: layer(x[..., :12]))
+    refused(
+        DTYPE, "x: expected torch.float64, the dtype of the parameters, got torch.float32", lambda: layer(x.float())
+    )
+    refused(DTYPE, "x: expected torch.float64", lambda: layer(x.long()))
+    refused(DTYPE, "x: expected a torch.Tensor, got ndarray", lambda: layer(x.numpy()))
+    state = layer.init_state(BATCH)
+    refused(SHAPE, "x_t: expected shape (B, d_model = 13)", lambda: layer.step(x, state))
+    refused(SHAPE, "x_t: expected shape (B, d_model = 13), got (2, 7)", lambda: layer.step(x[:, 0, :7], state))
+    with torch.autocast("cpu", torch.bfloat16):
+        refused(DTYPE, "x: expected torch.float64", lambda: layer(x.float()))
+        refused(DTYPE, "x: expected torch.float64", lambda: layer(x.long()))
+    single = make({"operator": "hla2"}, dtype=torch.float32)
+    refused(DTYPE, "use torch.autocast", lambda: single(x.bfloat16()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert single(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_masks() -> None:
+    layer, x = make({"operator": "hla2"}), tokens()
+    mask = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    for wrong, kind, says in (
+        (mask.long(), DTYPE, "key_padding_mask: expected a bool tensor, True for padding, got torch.int64"),
+        (mask.float(), DTYPE, "key_padding_mask: expected a bool tensor"),
+        (mask.tolist(), DTYPE, "key_padding_mask: expected a bool tensor, True for padding, got list"),
+        (mask[:1], SHAPE, "key_padding_mask: expected shape (2, 11), got (1, 11)"),
+        (mask[:, :1], SHAPE, "key_padding_mask: expected shape (2, 11), got (2, 1)"),
+        (mask[0], SHAPE, "key_padding_mask: expected shape (2, 11), got (11,)"),
+        (mask.to("meta"), hla.MixedArrayError, "key_padding_mask: expected a tensor on cpu"),
+    ):
+        refused(kind, says, lambda wrong=wrong: layer(x, key_padding_mask=wrong))
+    state = layer.init_state(BATCH)
+    refused(SHAPE, "expected shape (2,), got (1,)", lambda: layer.step(x[:, 0], state, key_padding_mask=mask[:1, 0]))
+    offsets = torch.tensor([0, TOKENS])
+    refused(
+        OPTION,
+        "key_padding_mask: expected none beside cu_seqlens",
+        lambda: layer(x[:1], key_padding_mask=mask[:1], cu_seqlens=offsets),
+    )
+
+
+@pytest.mark.parametrize(
+    ("offsets", "kind", "says"),
+    [
+        ([0, 5], OPTION, "cu_seqlens: expected offsets from 0 to T = 11, got 0 … 5"),
+        ([1, 11], OPTION, "cu_seqlens: expected offsets from 0 to T = 11"),
+        ([0, 7, 4, 11], OPTION, "cu_seqlens: expected non-decreasing offsets"),
+        ([[0, 11]], SHAPE, "cu_seqlens: expected shape (N + 1,), got (1, 2)"),
+        ([], DTYPE, "cu_seqlens: expected an integer tensor"),
+        ([0.0, 11.0], DTYPE, "cu_seqlens: expected an integer tensor"),
+    ],
+)
+def test_offsets(offsets: Any, kind: Any, says: str) -> None:
+    layer, x = make({"operator": "hla2"}), tokens(shape=(1, TOKENS, D_MODEL))
+    refused(kind, says, lambda: layer(x, cu_seqlens=torch.tensor(offsets)))
+
+
+def test_packed_sequences_are_one_row() -> None:
+    layer, x = make({"operator": "hla2"}), tokens()
+    refused(SHAPE, "x: expected shape (1, T, d_model)", lambda: layer(x, cu_seqlens=torch.tensor([0, TOKENS])))
+    refused(DTYPE, "cu_seqlens: expected an integer tensor", lambda: layer(x[:1], cu_seqlens=[0, TOKENS]))
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"operator": "ahla"},
+    {"operator": "hla2", "normalize": True},
+    {"operator": "hla2", "ridge": 0.1},
+    {"operator": "hla2", "num_kv_heads": 3},
+    {"operator": "hla2", "conv_size": None},
+    {"operator": "hla2", "conv_size": 3},
+    {"operator": MIXED},
+    {"operator": [*MIXED[:5], "ahla"]},
+]
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=str)
+def test_states_of_other_layers(options: dict[str, Any]) -> None:
+    layer, other, x = make({"operator": "hla2"}), make(options), tokens()
+    for own, state in ((layer, other.init_state(BATCH)), (other, layer.init_state(BATCH))):
+        refused(OPTION, "A state serves only layers with the options that made it", lambda o=own, s=state: o(x, s))
+        refused(OPTION, "A state serves only layers", lambda o=own, s=state: o.step(x[:, 0], s))
+
+
+def test_states_of_other_sizes() -> None:
+    layer, x = make({"operator": "hla2"}), tokens()
+    wide = HigherOrderAttention(D_MODEL, 6, head_dim=8, value_dim=5, dtype=torch.float64)
+    refused(OPTION, "state.corrected_state: expected (B, 6, 1, 8, 7), got", lambda: layer(x, wide.init_state(BATCH)))
+    # one row never serves a whole batch
+    for batch in (1, 3):
+        state = layer.init_state(batch)
+        refused(SHAPE, f"expected a batch of 2, as x, got {batch}", lambda s=state: layer(x, s))
+        refused(SHAPE, f"expected a batch of 2, as x, got {batch}", lambda s=state: layer.step(x[:, 0], s))
+    offsets = torch.tensor([0, 4, 8, TOKENS])
+    state = layer.init_state(BATCH)
+    refused(SHAPE, "expected a batch of 3, as x, got 2", lambda: layer(x[:1], state, cu_seqlens=offsets))
+    refused(hla.MixedArrayError, "expected a tensor on cpu", lambda: layer(x, state.to("meta")))
+    refused(DTYPE, "torch.float64, got torch.float32", lambda: layer(x, make_single(layer).init_state(BATCH)))
+    refused(DTYPE, "state: expected a LayerState, got Tensor", lambda: layer(x, x))
+    refused(DTYPE, "state: expected a LayerState, got Hla2State", lambda: layer.step(x[:, 0], state.operators[0]))
+    # every field is checked, not only the first
+    for i in range(len(state.tensors())):
+        shrunk = [s[:1] if j == i else s for j, s in enumerate(state.tensors())]
+        broken = state._replace(
+            operators=(type(state.operators[0])(*shrunk[:2]),), windows=tuple(shrunk[2:5]), position=shrunk[5]
+        )
+        refused(SHAPE, "expected a batch of 2, as x, got 1", lambda b=broken: layer(x, b))
+
+
+def make_single(layer: Any) -> Any:
+    return make({"operator": "hla2"}, dtype=torch.float32)
+
+
+def test_sizes_of_states() -> None:
+    layer = make({"operator": "hla2"})
+    for batch in (-1, 2.0, (2,), True):
+        refused(OPTION, "batch: expected an integer ≥ 0", lambda b=batch: layer.init_state(b))
+
+
+def test_bidirectional_layers_have_no_state() -> None:
+    layer, x = make({"operator": "hla2"}, causal=False), tokens()
+    state = make({"operator": "hla2"}).init_state(BATCH)
+    for name, call in (
+        ("return_state", lambda: layer(x, return_state=True)),
+        ("state", lambda: layer(x, state)),
+        ("step", lambda: layer.step(x[:, 0], state)),
+        ("init_state", lambda: layer.init_state(2)),
+    ):
+        refused(OPTION, f"{name}: expected a causal module, got causal=False", call)
+
+
+def test_operator_module() -> None:
+    q = torch.zeros(2, 3, TOKENS, 8)
+    module = HigherOrderOperator("hla2", decay=0.9)
+    gates = torch.zeros(2, 3, TOKENS)
+    refused(OPTION, "decay: expected none, as the module has decay=0.9", lambda: module(q, q, q, log_decay=gates))
+    _, state = module(q[:1], q[:1], q[:1], return_state=True)
+    refused(SHAPE, "state.corrected_state: expected the batch axes (2, 3)", lambda: module(q, q, q, state))
+    at = q[:, :, 0]
+    refused(SHAPE, "state.corrected_state: expected the batch axes (2, 3)", lambda: module.step(at, at, at, state))
+    refused(DTYPE, "state", lambda: module(q, q, q, q))
+    other = HigherOrderOperator("ahla")
+    refused(OPTION, "initial_state: expected a state of ahla", lambda: other(q[:1], q[:1], q[:1], state))
+    bidirectional = HigherOrderOperator("hla2", causal=False)
+    refused(OPTION, "step: expected a causal module", lambda: bidirectional.step(at, at, at, state))
+    refused(OPTION, "init_state: expected a causal module", lambda: bidirectional.init_state((2,), 3, 4))
+    refused(OPTION, "return_state", lambda: bidirectional(q, q, q, return_state=True))
