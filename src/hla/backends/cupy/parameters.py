@@ -142,7 +142,7 @@ def shared_bytes(kernel: str, kind: str, chunk: int, columns: int, arguments: di
     if kernel == "token":
         widths = arguments["WIDTHS"]
         tables = -(-(16 * len(arguments["after"]) + 4 * len(widths)) // 16) * 16
-        return tables + size * (4 * THREADS + sum(-(-n // 4) * 4 for n in widths))
+        return tables + size * (4 * THREADS + sum(-(-int(n) // 4) * 4 for n in widths))
     clock = size * (8 * chunk + 4) + 12 * chunk
     if kernel == "state":
         return clock + size * chunk * (ROWS + PAD + columns)
@@ -225,8 +225,8 @@ def _layout(kernel: str) -> Layout:
 
 @cache
 def _token_layout(states: int, lines: int, streams: int) -> Layout:
-    views = ("q", "k", "v", "output", "log_decay", "mask", "starts")
-    views += (*(f"before{i}" for i in range(states)), *(f"after{i}" for i in range(states)))
+    views = ["q", "k", "v", "output", "log_decay", "mask", "starts"]
+    views += [f"before{i}" for i in range(states)] + [f"after{i}" for i in range(states)]
     fields = [(f"{view}.{part}", "q") for view in views for part in _VIEW]
     fields += [(x, "q") for x in ("n1", "n2", "T", "part_count")]
     fields += [(f"{x}{i}", "d") for x in ("factor", "weight", "mass") for i in range(streams)]
