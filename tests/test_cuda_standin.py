@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import operator
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,26 +242,46 @@ class Foreign:
     def __init__(self, host: np.ndarray) -> None:
         self.host = host
         self.__cuda_array_interface__ = {
-            "shape": host.shape, "typestr": host.dtype.str, "strides": host.strides, "version": 3,
+            "shape": host.shape,
+            "typestr": host.dtype.str,
+            "strides": None if host.flags.c_contiguous else host.strides,
+            "version": 3,
             "data": (host.__array_interface__["data"][0], False),
-        }  # fmt: skip
+        }
 
 
 def test_memory_of_other_libraries_is_taken_and_given_without_a_copy(cupy: Any) -> None:
     host = np.arange(30, dtype=np.float32).reshape(SHAPE)
-    for given in (host, host[:, ::-1, 1:], host.T, host[:0]):
+    for given in (host, host[1], host[:, ::-1, 1:], host.T, host[:0], host[1, 2, 3:4].reshape(())):
         taken = cupy.asarray(Foreign(given))
         assert same(taken, given)
         assert given.size == 0 or taken.data.ptr == given.__array_interface__["data"][0]
-    taken[...] = 1  # what is empty stays so
+        assert same(cupy.asarray(Foreign(given), dtype="float64"), given.astype("float64"))
     view = cupy.asarray(Foreign(host))
     view[0, 0, 0] = 100
     assert host[0, 0, 0] == 100
-    assert same(cupy.asarray(cupy.asarray(view).__cuda_array_interface__ and view.mT), host.swapaxes(-1, -2))
-    back = np.from_dlpack(view)
-    assert back.__array_interface__["data"][0] == view.data.ptr
-    pointer = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(view.data.ptr, view.nbytes, view), 4)
+    for mine in (view, view.mT, view[:0]):
+        interface = mine.__cuda_array_interface__
+        assert interface["data"][0] == (mine.data.ptr if mine.size else 0)
+        assert interface["strides"] == (mine.strides if mine is not view and mine.size else None)
+    assert np.from_dlpack(view).__array_interface__["data"][0] == view.data.ptr
+    memory = cupy.cuda.UnownedMemory(view.data.ptr, view.nbytes, view)
+    pointer = cupy.cuda.MemoryPointer(memory, 4)
     assert same(cupy.ndarray((4,), "float32", pointer, strides=(8,)), host.ravel()[1:8:2])
+    assert same(cupy.ndarray(SHAPE, "float32", cupy.cuda.MemoryPointer(memory, 0)), host)
+
+
+def test_memory_lives_as_long_as_somebody_looks_at_it(cupy: Any) -> None:
+    foreign = Foreign(np.full(1 << 16, 7.0))
+    there = weakref.ref(foreign)
+    taken = cupy.asarray(foreign)[5:]
+    del foreign
+    gc.collect()
+    assert there() is not None
+    assert float(taken.sum()) == 7 * ((1 << 16) - 5)
+    del taken
+    gc.collect()
+    assert there() is None
 
 
 def test_torch_tensors_through_dlpack(cupy: Any) -> None:
