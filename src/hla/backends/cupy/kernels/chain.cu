@@ -46,7 +46,7 @@ __device__ __forceinline__ void products(
 // A state moved through the chunk, plus the products of `left` and the rows that are in shared memory.
 template <int C, int BZ, class A>
 __device__ __forceinline__ void move_on(
-    A* state, const Plane& left, const A* rows, A* scratch, const Clock<A, C>& k, i64 start, int count, int height,
+    A* state, const Plane<A>& left, const A* rows, A* scratch, const Clock<A, C>& k, i64 start, int count, int height,
     bool decays, A through, A into) {
   constexpr int M = ROWS / SIDE, N = BZ / SIDE;
   for (int row = 0; row < height; row += ROWS) {
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) chain(
   const bool decays = pass.decay != 0, apart = pass.decay == 2;
   const A by_state = A(p.by_state);
 
-  load_state<BZ>(state, initial, matrix(initial, p.initial, b, part, p.DZ), D, column);
-  load_state<BZ>(state2, initial2, matrix(initial2, p.initial2, b, part, p.DZ), DW, column);
+  load_state<BZ>(state, initial, matrix<A>(initial, p.initial, b, part, p.DZ), D, column);
+  load_state<BZ>(state2, initial2, matrix<A>(initial2, p.initial2, b, part, p.DZ), DW, column);
   A let = 1;
   const i64 first = parts ? parts[part] : 0, last = parts ? parts[part + 1] : p.count;
   for (i64 step = 0; step < last - first; ++step) {
@@ -107,15 +107,15 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) chain(
     chunk_bounds<C>(chunks, n, p.T, start, stop);
     const int count = int(stop - start);
     read_clock(k, gate0, gate1, gate2, p.gate, b, start, stop, pass);
-    if (borders) store_state<BZ>(state, matrix(borders, p.borders, b, n, p.DZ), D, column);
-    if (borders2) store_state<BZ>(state2, matrix(borders2, p.borders2, b, n, p.DZ), DW, column);
+    if (borders) store_state<BZ>(state, matrix<A>(borders, p.borders, b, n, p.DZ), D, column);
+    if (borders2) store_state<BZ>(state2, matrix<A>(borders2, p.borders2, b, n, p.DZ), DW, column);
 
     A product[M][M], result[M][N], output[M][N];
     clear(product), clear(result), clear(output);
-    load_rows<C, BZ, BZ>(rows, stream(z, p.z, b, p.DZ), start, column, k.flags, VALID);
+    load_rows<C, BZ, BZ>(rows, stream<A>(z, p.z, b, p.DZ), start, column, k.flags, VALID);
     for (int feature = 0; feature < D; feature += SLAB) {
-      load_turned<C, SLAB>(x_slab, stream(x, p.x, b, D), start, feature, k.flags, VALID);
-      load_turned<C, SLAB>(y_slab, stream(y, p.y, b, D), start, feature, k.flags, VALID);
+      load_turned<C, SLAB>(x_slab, stream<A>(x, p.x, b, D), start, feature, k.flags, VALID);
+      load_turned<C, SLAB>(y_slab, stream<A>(y, p.y, b, D), start, feature, k.flags, VALID);
       __syncthreads();
       const int depth = D - feature < SLAB ? D - feature : SLAB;
       const A* const own = state + feature * BZ;
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) chain(
         for (int j = 0; j < N; ++j) result[i][j] = result[i][j] * by_state + inside[i][j] * A(p.by_pair);
     }
     if (r) {
-      const Plane to = stream(r, p.r, b, p.DZ);
+      const Plane<A> to = stream<A>(r, p.r, b, p.DZ);
       #pragma unroll
       for (int i = 0; i < M; ++i)
         if (own_row + i < count) store_columns(result[i], to, start + own_row + i, own_column);
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) chain(
       clear(inside);
       multiply<M, N, STRIDE, BZ>(inside, scratch, rows, C);
       reach(output, k, k.reach2, pass.decay);
-      const Plane to = stream(o, p.o, b, p.DZ);
+      const Plane<A> to = stream<A>(o, p.o, b, p.DZ);
       #pragma unroll
       for (int i = 0; i < M; ++i) {
         #pragma unroll
@@ -189,16 +189,16 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) chain(
     }
     put_own<M, N, BZ>(result, rows);
     move_on<C, BZ>(
-        state2, stream(w, p.w, b, DW), rows, scratch, k, start, count, DW, decays, k.through2, A(p.into_state2));
+        state2, stream<A>(w, p.w, b, DW), rows, scratch, k, start, count, DW, decays, k.through2, A(p.into_state2));
     load_rows<C, BZ, BZ>(
-        rows, stream(z, p.z, b, p.DZ), start, column, k.flags, VALID | LEAVES, decays ? k.leave : nullptr);
-    move_on<C, BZ>(state, stream(y, p.y, b, D), rows, scratch, k, start, count, D, decays, k.through, A(p.into_state));
+        rows, stream<A>(z, p.z, b, p.DZ), start, column, k.flags, VALID | LEAVES, decays ? k.leave : nullptr);
+    move_on<C, BZ>(state, stream<A>(y, p.y, b, D), rows, scratch, k, start, count, D, decays, k.through, A(p.into_state));
     if (decays) let *= k.through;
     __syncthreads();
   }
 
-  if (final) store_state<BZ>(state, matrix(final, p.final, b, part, p.DZ), D, column);
-  if (final2) store_state<BZ>(state2, matrix(final2, p.final2, b, part, p.DZ), DW, column);
+  if (final) store_state<BZ>(state, matrix<A>(final, p.final, b, part, p.DZ), D, column);
+  if (final2) store_state<BZ>(state2, matrix<A>(final2, p.final2, b, part, p.DZ), DW, column);
   if (through && blockIdx.x % blocks == 0 && threadIdx.x == 0)
     store(through, entry(p.through, b) + part * p.through.s0, int(p.through.type), let);
 }

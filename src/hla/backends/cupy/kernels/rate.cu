@@ -48,14 +48,14 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) rate(
   clear(product), clear(weights);
   #pragma unroll
   for (int i = 0; i < M; ++i) lefts[i] = rights[i] = 0;
-  const Plane befores = matrix(state, p.state, b, n, p.DZ), afters = matrix(after, p.after, b, n, p.DZ);
+  const Plane<A> befores = matrix<A>(state, p.state, b, n, p.DZ), afters = matrix<A>(after, p.after, b, n, p.DZ);
   for (int column = 0; column < p.DZ; column += BZ) {
     A seen[M][N], moved[M][N];
     clear(seen), clear(moved);
     for (int feature = 0; feature < D; feature += SLAB) {
       const int depth = D - feature < SLAB ? D - feature : SLAB;
-      if (d) load_turned<C, SLAB>(x_slab, stream(x, p.x, b, D), start, feature, k.flags, VALID);
-      load_turned<C, SLAB>(y_slab, stream(y, p.y, b, D), start, feature, k.flags, VALID);
+      if (d) load_turned<C, SLAB>(x_slab, stream<A>(x, p.x, b, D), start, feature, k.flags, VALID);
+      load_turned<C, SLAB>(y_slab, stream<A>(y, p.y, b, D), start, feature, k.flags, VALID);
       load_matrix<SLAB, BZ, BZ + PAD>(before_slab, befores, feature, D, column);
       load_matrix<SLAB, BZ, BZ + PAD>(after_slab, afters, feature, D, column);
       __syncthreads();
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) rate(
       }
       __syncthreads();
     }
-    load_turned<C, BZ>(z_columns, stream(z, p.z, b, p.DZ), start, column, k.flags, VALID);
-    if (d) load_turned<C, BZ>(d_columns, stream(d, p.d, b, p.DZ), start, column, k.flags, VALID);
+    load_turned<C, BZ>(z_columns, stream<A>(z, p.z, b, p.DZ), start, column, k.flags, VALID);
+    if (d) load_turned<C, BZ>(d_columns, stream<A>(d, p.d, b, p.DZ), start, column, k.flags, VALID);
     __syncthreads();
     if (d) multiply<M, M, STRIDE, STRIDE>(weights, d_columns, z_columns, BZ);
     #pragma unroll

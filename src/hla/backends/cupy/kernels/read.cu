@@ -8,10 +8,11 @@
 namespace hla {
 
 struct ReadParameters {
-  View x, y, z, state, x2, y2, z2, state2, r, gate;
+  struct { View x, y, z, state; } terms[2];
+  View r, gate;
   i64 n1, n2, T, count;
-  double by_state, by_pair, by_state2, by_pair2;
-  i64 D, D2, DZ, POWER, POWER2, DECAY, STRICT, REVERSE, PER_CHUNK, ADD;
+  struct { double state, pair; } by[2];
+  i64 D[2], DZ, POWER[2], DECAY, STRICT, REVERSE, PER_CHUNK, ADD;
 };
 
 template <class A, int C, int BZ>
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) read(
   const int column = int(blockIdx.x % blocks) * BZ;
   const int own_row = threadIdx.x / SIDE * M, own_column = column + threadIdx.x % SIDE * N;
   const Batch b = batch_of(blockIdx.x / blocks / p.count, p.n1, p.n2);
-  const Pass pass = {int(p.DECAY), p.STRICT != 0, p.REVERSE != 0, int(p.POWER), int(p.POWER2)};
+  const Pass pass = {int(p.DECAY), p.STRICT != 0, p.REVERSE != 0, int(p.POWER[0]), int(p.POWER[1])};
   i64 start, stop;
   chunk_bounds<C>(chunks, n, p.T, start, stop);
   read_clock(k, gate0, gate1, gate2, p.gate, b, start, stop, pass);
@@ -42,12 +43,13 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) read(
   clear(total);
   for (int term = 0; term < (x2 ? 2 : 1); ++term) {
     const bool second = term == 1;
-    const int D = int(second ? p.D2 : p.D);
-    const void* const state_of = second ? state2 : state;
+    const auto& view = p.terms[term];
+    const int D = int(p.D[term]);
     const void* const y_of = second ? y2 : y;
-    const Plane x_rows = stream(second ? x2 : x, second ? p.x2 : p.x, b, D);
-    const Plane y_rows = stream(y_of, second ? p.y2 : p.y, b, D);
-    const Plane borders = matrix(state_of, second ? p.state2 : p.state, b, which, p.DZ);
+    const void* const state_of = second ? state2 : state;
+    const Plane<A> x_rows = stream<A>(second ? x2 : x, view.x, b, D);
+    const Plane<A> y_rows = stream<A>(y_of, view.y, b, D);
+    const Plane<A> borders = matrix<A>(state_of, view.state, b, which, p.DZ);
     A product[M][M], across[M][N];
     clear(product), clear(across);
     for (int feature = 0; feature < D; feature += SLAB) {
@@ -61,11 +63,11 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) read(
       __syncthreads();
     }
     reach(across, k, second ? k.reach2 : k.reach, pass.decay);
-    const A by_state = A(second ? p.by_state2 : p.by_state), by_pair = A(second ? p.by_pair2 : p.by_pair);
+    const A by_state = A(p.by[term].state), by_pair = A(p.by[term].pair);
     A inside[M][N];
     clear(inside);
     if (y_of) {
-      const Plane z_rows = stream(second ? z2 : z, second ? p.z2 : p.z, b, p.DZ);
+      const Plane<A> z_rows = stream<A>(second ? z2 : z, view.z, b, p.DZ);
       load_rows<C, BZ, BZ>(rows, z_rows, start, column, k.flags, VALID);
       __syncthreads();
       if (pass.decay == 2) {
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) read(
       for (int j = 0; j < N; ++j) total[i][j] += across[i][j] * by_state + inside[i][j] * by_pair;
   }
 
-  const Plane to = stream(r, p.r, b, p.DZ);
+  const Plane<A> to = stream<A>(r, p.r, b, p.DZ);
   #pragma unroll
   for (int i = 0; i < M; ++i) {
     if (start + own_row + i >= stop) continue;

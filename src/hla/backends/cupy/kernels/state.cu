@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) state(
   A sums[M][N];
   clear(sums);
   if (initial) {
-    const Plane from = matrix(initial, p.initial, b, part, p.DZ);
+    const Plane<A> from = matrix<A>(initial, p.initial, b, part, p.DZ);
     #pragma unroll
     for (int i = 0; i < M; ++i)
       #pragma unroll
@@ -49,16 +49,16 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) state(
     chunk_bounds<C>(chunks, n, p.T, start, stop);
     read_clock(k, gate0, gate1, gate2, p.gate, b, start, stop, pass);
     if (borders) {
-      const Plane to = matrix(borders, p.borders, b, n, p.DZ);
+      const Plane<A> to = matrix<A>(borders, p.borders, b, n, p.DZ);
       #pragma unroll
       for (int i = 0; i < M; ++i)
         if (own_row + i < p.D) store_columns(sums[i], to, own_row + i, own_column);
     }
     if (y) {
       const int wanted = VALID | LEAVES;
-      load_rows<C, ROWS, ROWS + PAD>(y_rows, stream(y, p.y, b, p.D), start, row, k.flags, wanted);
+      load_rows<C, ROWS, ROWS + PAD>(y_rows, stream<A>(y, p.y, b, p.D), start, row, k.flags, wanted);
       load_rows<C, BZ, BZ>(
-          z_rows, stream(z, p.z, b, p.DZ), start, column, k.flags, wanted, pass.decay ? k.leave : nullptr);
+          z_rows, stream<A>(z, p.z, b, p.DZ), start, column, k.flags, wanted, pass.decay ? k.leave : nullptr);
       __syncthreads();
     }
     A added[M][N];
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) state(
     __syncthreads();
   }
   if (final) {
-    const Plane to = matrix(final, p.final, b, part, p.DZ);
+    const Plane<A> to = matrix<A>(final, p.final, b, part, p.DZ);
     #pragma unroll
     for (int i = 0; i < M; ++i)
       if (own_row + i < p.D) store_columns(sums[i], to, own_row + i, own_column);

@@ -14,9 +14,6 @@ constexpr int SLAB = 32;   // features that a product takes at a time
 constexpr int ROWS = 64;   // of a state that are moved on at a time
 constexpr int SIDE = 16;   // threads along either side of a tile
 
-// Blocks that a multiprocessor is to have at once: what bounds the registers of a thread, to 128 or to 255.
-template <class A> constexpr int RESIDENT = sizeof(A) == 4 ? 2 : 1;
-
 __host__ __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 
 // sum += leftᵀ right over `depth`.
@@ -39,7 +36,7 @@ __device__ __forceinline__ void multiply(A (&sum)[M][N], const A* left, const A*
 // R rows and N columns of a plane from (row, column) on, four columns at a time: each to `put_four` with its row and
 // column, 0 where `there` says no of a row. Loads of several rows are on their way at once where they come in fours.
 template <int R, int N, class A, class There, class Put>
-__device__ __forceinline__ void load_tile(const Plane& from, i64 row, int column, There there, Put put_four) {
+__device__ __forceinline__ void load_tile(const Plane<A>& from, i64 row, int column, There there, Put put_four) {
   constexpr int EACH = R * N / 4 / THREADS;
   if (from.fours) {
     #pragma unroll
@@ -65,7 +62,7 @@ __device__ __forceinline__ void load_tile(const Plane& from, i64 row, int column
 // 0, and times `scale` where there is one.
 template <int C, int N, int STRIDE, class A>
 __device__ __forceinline__ void load_rows(
-    A* tile, const Plane& from, i64 t, int first, const int* flags, int wanted, const A* scale = nullptr) {
+    A* tile, const Plane<A>& from, i64 t, int first, const int* flags, int wanted, const A* scale = nullptr) {
   const auto there = [=](int row) { return (flags[row] & wanted) == wanted; };
   load_tile<C, N, A>(from, t, first, there, [=](A (&v)[4], int row, int column) {
     if (scale) {
@@ -80,7 +77,7 @@ __device__ __forceinline__ void load_rows(
 // Tokens as the columns of a tile, their features as its rows.
 template <int C, int N, class A>
 __device__ __forceinline__ void load_turned(
-    A* tile, const Plane& from, i64 t, int first, const int* flags, int wanted) {
+    A* tile, const Plane<A>& from, i64 t, int first, const int* flags, int wanted) {
   const auto there = [=](int row) { return (flags[row] & wanted) == wanted; };
   load_tile<C, N, A>(from, t, first, there, [=](A (&v)[4], int row, int column) {
     #pragma unroll
@@ -90,14 +87,10 @@ __device__ __forceinline__ void load_turned(
 
 // R rows and N columns of a matrix from (row, column) on, 0 where it has none. Threads follow the memory.
 template <int R, int N, int STRIDE, class A>
-__device__ __forceinline__ void load_matrix(A* tile, const Plane& from, int row, int height, int column) {
+__device__ __forceinline__ void load_matrix(A* tile, const Plane<A>& from, int row, int height, int column) {
   if (from.row == 1 && from.column != 1) {
-    const int aligned = bytes_of(from.type) == 2 ? 8 : 16;
-    const bool fours = height % 4 == 0 && from.column * bytes_of(from.type) % aligned == 0 &&
-                       reinterpret_cast<size_t>(from.at) % aligned == 0;
-    const Plane turned = {from.at, from.column, from.row, height, from.type, fours};
     const auto there = [=](int c) { return column + c < from.width; };
-    load_tile<N, R, A>(turned, column, row, there, [=](A (&v)[4], int c, int r) {
+    load_tile<N, R, A>(turned(from, height), column, row, there, [=](A (&v)[4], int c, int r) {
       #pragma unroll
       for (int j = 0; j < 4; ++j) tile[(r + j) * STRIDE + c] = v[j];
     });
@@ -109,7 +102,7 @@ __device__ __forceinline__ void load_matrix(A* tile, const Plane& from, int row,
 
 // N columns of all rows of a matrix; 0 where `p`, its pointer, is null.
 template <int N, class A>
-__device__ __forceinline__ void load_state(A* tile, const void* p, const Plane& from, int height, int column) {
+__device__ __forceinline__ void load_state(A* tile, const void* p, const Plane<A>& from, int height, int column) {
   #pragma unroll 1
   for (int i = threadIdx.x; i < height * (N / 4); i += THREADS) {
     const int r = i / (N / 4), c = i % (N / 4) * 4;
@@ -119,7 +112,7 @@ __device__ __forceinline__ void load_state(A* tile, const void* p, const Plane& 
   }
 }
 template <int N, class A>
-__device__ __forceinline__ void store_state(const A* tile, const Plane& to, int height, int column) {
+__device__ __forceinline__ void store_state(const A* tile, const Plane<A>& to, int height, int column) {
   #pragma unroll 1
   for (int i = threadIdx.x; i < height * (N / 4); i += THREADS) {
     const int r = i / (N / 4), c = i % (N / 4) * 4;

@@ -37,12 +37,12 @@ constexpr int AHEAD = 4;           // rows of a thread that are on their way at 
 
 // What a line does with a state.
 template <class A> struct Line {
-  Plane before, after;
+  Plane<A> from, to;
   const A* key;
   const A* value;
   const A* query;
   int height, width;
-  bool moves, reads, kept, empty, old;  // empty: the state is 0 so far; old: it lies in `before`
+  bool moves, reads, kept, empty;  // empty: the state is 0 so far
   A factor;
 };
 
@@ -55,7 +55,6 @@ __device__ __forceinline__ void run_rows(A (&sum)[4], const Line<A>& line, int c
     #pragma unroll
     for (int j = 0; j < 4; ++j) value[j] = column + j < line.width ? line.value[column + j] : A(0);
   }
-  const Plane& from = line.old ? line.before : line.after;
   for (int first = group; first < line.height; first += groups * AHEAD) {
     A v[AHEAD][4];
     #pragma unroll
@@ -64,8 +63,8 @@ __device__ __forceinline__ void run_rows(A (&sum)[4], const Line<A>& line, int c
       #pragma unroll
       for (int j = 0; j < 4; ++j) v[i][j] = 0;
       if (line.empty || row >= line.height) continue;
-      if (QUICK) get(static_cast<const A*>(from.at) + row * from.row + column, v[i]);
-      else load_columns<false>(v[i], from, row, column, true);
+      if (QUICK) get(static_cast<const A*>(line.from.at) + row * line.from.row + column, v[i]);
+      else load_columns<false>(v[i], line.from, row, column, true);
     }
     #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
@@ -77,8 +76,8 @@ __device__ __forceinline__ void run_rows(A (&sum)[4], const Line<A>& line, int c
           #pragma unroll
           for (int j = 0; j < 4; ++j) v[i][j] = passed(v[i][j], line.factor) + key * value[j];
         }
-        if (QUICK) put(static_cast<A*>(line.after.at) + row * line.after.row + column, v[i]);
-        else store_columns(v[i], line.after, row, column);
+        if (QUICK) put(static_cast<A*>(line.to.at) + row * line.to.row + column, v[i]);
+        else store_columns(v[i], line.to, row, column);
       }
       if (line.reads) {
         const A query = line.query[row];
@@ -89,7 +88,7 @@ __device__ __forceinline__ void run_rows(A (&sum)[4], const Line<A>& line, int c
   }
 }
 
-template <class A> __device__ __forceinline__ bool quick(const Plane& x) {
+template <class A> __device__ __forceinline__ bool quick(const Plane<A>& x) {
   return x.fours && x.type == Stored<A>::type;
 }
 
@@ -103,7 +102,7 @@ template <class A> __device__ void run_line(const Line<A>& line, A* result, A by
     A sum[4] = {0, 0, 0, 0};
     if (column < line.width) {
       const int group = threadIdx.x / lanes, groups = THREADS / lanes;
-      if (quick<A>(line.after) && (!line.old || line.empty || quick<A>(line.before)))
+      if ((!line.moves || quick(line.to)) && (line.empty || quick(line.from)))
         run_rows<true>(sum, line, column, group, groups);
       else
         run_rows<false>(sum, line, column, group, groups);
@@ -126,10 +125,19 @@ template <class A> __device__ void run_line(const Line<A>& line, A* result, A by
   }
 }
 
+// One token of a stream, if a line wants it.
+template <class A>
+__device__ __forceinline__ void load_stream(
+    A* into, const void* p, const View& view, const Batch& b, i64 t, int width, A by) {
+  if (!p) return;
+  const i64 at = entry(view, b) + t * view.s0;
+  for (int c = threadIdx.x; c < width; c += THREADS) into[c] = load<A>(p, at + c * view.s1, int(view.type)) * by;
+}
+
 #define BEFORE(i) const void* before##i,
 #define AFTER(i) void* after##i,
 template <class A>
-__global__ void __launch_bounds__(THREADS) token(
+__global__ void __launch_bounds__(THREADS, RESIDENT<A>) token(
     const void* q, const void* k, const void* v, void* output, const void* log_decay, const unsigned char* mask,
     const unsigned char* starts, const i64* bounds, EACH(STATES, BEFORE) EACH(STATES, AFTER)
     const __grid_constant__ TokenParameters p) {
@@ -149,7 +157,6 @@ __global__ void __launch_bounds__(THREADS) token(
   const i64 part = blockIdx.x % p.part_count;
   const Batch b = batch_of(blockIdx.x / p.part_count, p.n1, p.n2);
   const i64 start = bounds ? bounds[part] : 0, stop = bounds ? bounds[part + 1] : p.T;
-  const void* const given[3] = {q, k, v};
   __syncthreads();
 
   // Without a token the state goes through: as one token that is not kept.
@@ -160,14 +167,9 @@ __global__ void __launch_bounds__(THREADS) token(
     const A g = there && log_decay ? load<A>(log_decay, entry(p.log_decay, b) + t * p.log_decay.s0,
                                              int(p.log_decay.type)) : A(0);
     if (there) {
-      #pragma unroll
-      for (int i = 0; i < 3; ++i) {
-        if (!given[i]) continue;  // no line looks at it
-        const View& view = i == 0 ? p.q : i == 1 ? p.k : p.v;
-        const i64 at = entry(view, b) + t * view.s0;
-        for (int c = threadIdx.x; c < p.widths[i]; c += THREADS)
-          streams[places[i] + c] = load<A>(given[i], at + c * view.s1, int(view.type)) * A(p.factors[i]);
-      }
+      load_stream(streams + places[0], q, p.q, b, t, int(p.widths[0]), A(p.factors[0]));
+      load_stream(streams + places[1], k, p.k, b, t, int(p.widths[1]), A(p.factors[1]));
+      load_stream(streams + places[2], v, p.v, b, t, int(p.widths[2]), A(p.factors[2]));
     }
     __syncthreads();
     for (int i = 0; i < LINES; ++i) {
@@ -182,11 +184,11 @@ __global__ void __launch_bounds__(THREADS) token(
       own.query = streams + (query >= 0 ? places[query] : 0);
       own.moves = moved >= 0, own.reads = there && query >= 0, own.kept = kept;
       const bool earlier = own.moves || part_of(line, AT_STRICT) > 0;  // as the token before left it
-      own.old = earlier && t == start;
-      own.empty = earlier && (begins || (own.old && !states[state]));
+      const bool old = earlier && t == start;  // it lies in `before`
+      own.empty = earlier && (begins || (old && !states[state]));
       own.factor = exponential(g * A(part_of(line, AT_POWER)));
-      own.before = matrix(states[state], p.before[state], b, part, own.width);
-      own.after = matrix(states[STATES + state], p.after[state], b, part, own.width);
+      own.to = matrix<A>(states[STATES + state], p.after[state], b, part, own.width);
+      own.from = old ? matrix<A>(states[state], p.before[state], b, part, own.width) : own.to;
       run_line(own, streams + places[result], A(p.factors[result]), sums);
     }
     if (there) {

@@ -6,6 +6,9 @@ namespace hla {
 typedef long long i64;
 constexpr int THREADS = 256;
 
+// Blocks that a multiprocessor is to have at once: what bounds the registers of a thread, to 128 or to 255.
+template <class A> constexpr int RESIDENT = sizeof(A) == 4 ? 2 : 1;
+
 // ---- views: strides over three batch axes, strides of the array's own axes, and how its numbers are stored
 
 struct View { i64 b0, b1, b2, s0, s1, s2, type; };
@@ -130,17 +133,10 @@ template <int N> __device__ __forceinline__ void put(double* p, const double (&v
   }
 }
 
+// Four at once: of accumulators' own type, or of 16 bits.
 template <class A> __device__ __forceinline__ void load_four(A (&v)[4], const void* p, i64 i, int type) {
-  if (type == FLOAT32) {
-    float own[4];
-    get(static_cast<const float*>(p) + i, own);
-    #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = A(own[j]);
-  } else if (type == FLOAT64) {
-    double own[4];
-    get(static_cast<const double*>(p) + i, own);
-    #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = A(own[j]);
+  if (type == Stored<A>::type) {
+    get(static_cast<const A*>(p) + i, v);
   } else {
     const ushort4 own = *reinterpret_cast<const ushort4*>(static_cast<const unsigned short*>(p) + i);
     const unsigned short bits[4] = {own.x, own.y, own.z, own.w};
@@ -150,12 +146,8 @@ template <class A> __device__ __forceinline__ void load_four(A (&v)[4], const vo
 }
 
 template <class A> __device__ __forceinline__ void store_four(const A (&v)[4], void* p, i64 i, int type) {
-  if (type == FLOAT32) {
-    const float own[4] = {float(v[0]), float(v[1]), float(v[2]), float(v[3])};
-    put(static_cast<float*>(p) + i, own);
-  } else if (type == FLOAT64) {
-    const double own[4] = {double(v[0]), double(v[1]), double(v[2]), double(v[3])};
-    put(static_cast<double*>(p) + i, own);
+  if (type == Stored<A>::type) {
+    put(static_cast<A*>(p) + i, v);
   } else {
     unsigned short own[4];
     #pragma unroll
@@ -166,33 +158,44 @@ template <class A> __device__ __forceinline__ void store_four(const A (&v)[4], v
 
 // ---- planes: rows and columns of one batch entry
 
-struct Plane {
+template <class A> struct Plane {
   void* at;
   i64 row, column;  // strides
   int width;        // columns that there are
   int type;
-  bool fours;  // whether four columns from a multiple of four on lie side by side, and are there or not as one
+  bool fours;  // whether four columns from a multiple of four on can be loaded at once, and are there or not as one
 };
 
-__device__ __forceinline__ Plane plane(const void* p, const View& view, i64 offset, i64 row, i64 column, i64 width) {
-  const int type = int(view.type), bytes = bytes_of(type), aligned = bytes == 2 ? 8 : 16;
-  char* at = static_cast<char*>(const_cast<void*>(p)) + offset * bytes;
+template <class A>
+__device__ __forceinline__ Plane<A> plane(void* at, i64 row, i64 column, int width, int type) {
+  const int bytes = bytes_of(type), aligned = bytes == 2 ? 8 : 16;
   const bool fours = column == 1 && width % 4 == 0 && row * bytes % aligned == 0 &&
-                     reinterpret_cast<size_t>(at) % aligned == 0;
-  return {at, row, column, int(width), type, fours};
+                     reinterpret_cast<size_t>(at) % aligned == 0 && (type == Stored<A>::type || bytes == 2);
+  return {at, row, column, width, type, fours};
+}
+
+// The same with rows and columns exchanged.
+template <class A> __device__ __forceinline__ Plane<A> turned(const Plane<A>& x, int height) {
+  return plane<A>(x.at, x.column, x.row, height, x.type);
+}
+
+__device__ __forceinline__ void* moved(const void* p, i64 offset, i64 type) {
+  return static_cast<char*>(const_cast<void*>(p)) + offset * bytes_of(int(type));
 }
 
 // Tokens of a stream of some width, and the n-th matrix of a view whose own axes are (n, row, column).
-__device__ __forceinline__ Plane stream(const void* p, const View& view, const Batch& b, i64 width) {
-  return plane(p, view, entry(view, b), view.s0, view.s1, width);
+template <class A>
+__device__ __forceinline__ Plane<A> stream(const void* p, const View& view, const Batch& b, i64 width) {
+  return plane<A>(moved(p, entry(view, b), view.type), view.s0, view.s1, int(width), int(view.type));
 }
-__device__ __forceinline__ Plane matrix(const void* p, const View& view, const Batch& b, i64 n, i64 width) {
-  return plane(p, view, entry(view, b) + n * view.s0, view.s1, view.s2, width);
+template <class A>
+__device__ __forceinline__ Plane<A> matrix(const void* p, const View& view, const Batch& b, i64 n, i64 width) {
+  return plane<A>(moved(p, entry(view, b) + n * view.s0, view.type), view.s1, view.s2, int(width), int(view.type));
 }
 
 // Four columns of a row, 0 where there is none; FOURS: of a plane that has them side by side.
 template <bool FOURS, class A>
-__device__ __forceinline__ void load_columns(A (&v)[4], const Plane& from, i64 row, int column, bool there) {
+__device__ __forceinline__ void load_columns(A (&v)[4], const Plane<A>& from, i64 row, int column, bool there) {
   const i64 at = row * from.row + column * from.column;
   #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = 0;
@@ -207,7 +210,7 @@ __device__ __forceinline__ void load_columns(A (&v)[4], const Plane& from, i64 r
 
 // N columns of a row that is there.
 template <int N, class A>
-__device__ __forceinline__ void store_columns(const A (&v)[N], const Plane& to, i64 row, int column) {
+__device__ __forceinline__ void store_columns(const A (&v)[N], const Plane<A>& to, i64 row, int column) {
   const i64 at = row * to.row + column * to.column;
   if constexpr (N == 4) {
     if (to.fours) {
