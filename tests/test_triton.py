@@ -617,6 +617,22 @@ def test_steps_in_place_of_views() -> None:
         hla.step(type(whole)(*shared), wide(q, 4, 2), k[:, :1], v[:, :1], backend="triton", inplace=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [
+        ("hla2", {"chain": 1, "read": 1}),
+        ("ahla", {"chain": 1}),
+        ("hla3", {"chain": 2, "read": 2}),
+        ("order 4", {"chain": 2, "read": 2}),
+    ],
+)
+def test_as_few_launches_as_documented(name: str, launches: dict[str, int]) -> None:
+    operator, own = OPERATORS[name]
+    with Launched() as kernels:
+        getattr(hla, operator)(*draw(17), backend="triton", **{n: x for n, x in own.items() if n != "ridge"})
+    assert kernels == launches
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_steps_of_grouped_heads(name: str, gated: bool) -> None:

@@ -17,8 +17,11 @@ _TYPES = {"float32": "float", "float64": "double"}
 
 
 class Cupy:
-    """See `hla.backends.staged.engine.Engine`. Operands are kept as accumulators are, float32 or float64: the kernels
-    multiply without tensor cores, and only what callers give and get is stored in 16 bits."""
+    """See `hla.backends.staged.engine.Engine`; all of it on the current device.
+
+    Operands are kept as accumulators are, float32 or float64: the kernels multiply without tensor cores, and only what
+    callers give and get is stored in 16 bits.
+    """
 
     scratch = False
 
@@ -31,13 +34,11 @@ class Cupy:
 
     def empty(self, like: Array, shape: tuple[int, ...], dtype: DType) -> Array:
         """A new array."""
-        with cupy().cuda.Device(launch.device(like)):
-            return cupy().empty(shape, dtype)
+        return cupy().empty(shape, dtype)
 
     def number(self, like: Array, value: float) -> Array:
         """An array without axes, made on the device."""
-        with cupy().cuda.Device(launch.device(like)):
-            return cupy().full((), value, like.dtype)
+        return cupy().full((), value, like.dtype)
 
     def strides(self, x: Array) -> tuple[int, ...]:
         """In elements."""
@@ -45,8 +46,7 @@ class Cupy:
 
     def dense(self, x: Array) -> Array:
         """Without gaps."""
-        with cupy().cuda.Device(launch.device(x)):
-            return cupy().ascontiguousarray(x)
+        return cupy().ascontiguousarray(x)
 
     def fill(self, target: Array, source: Array) -> None:
         """Write one array into another."""
@@ -58,8 +58,7 @@ class Cupy:
 
     def table(self, where: int, rows: Sequence[Any]) -> Array:
         """int64."""
-        with cupy().cuda.Device(where):
-            return cupy().asarray(rows, dtype="int64")
+        return cupy().asarray(rows, dtype="int64")
 
     def arithmetic(self, problem: Problem) -> Arithmetic:
         """All in the dtype of accumulators."""

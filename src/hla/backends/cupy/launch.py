@@ -52,6 +52,11 @@ def device(x: Array) -> int:
     return int(x.device.id)
 
 
+def on(x: Array) -> Any:
+    """A context in which an array's device is the current one, as CuPy's own functions need it."""
+    return cupy().cuda.Device(device(x))
+
+
 @cache
 def capability(number: int) -> str:
     """Compute capability of a device, "80" for example."""
@@ -113,15 +118,14 @@ def launch(
     where: Array,
     macros: tuple[tuple[str, int], ...] = (),
 ) -> None:
-    """Launch on the device of an array and its current stream, unless there is nothing to do. Nothing is waited for."""
+    """Launch on the current device, which is that of an array, and its current stream, unless there is nothing to do.
+    Nothing is waited for."""
     if blocks == 0:
         return
-    number = device(where)
     counts[name] += 1
     for watch in watchers:
         watch(Launch(name, variant, blocks, shared, arguments))
-    with cupy().cuda.Device(number):
-        found = kernel(name, variant, macros, number)
-        if shared > UNASKED and found.max_dynamic_shared_size_bytes < shared:
-            found.max_dynamic_shared_size_bytes = shared
-        found((blocks,), (threads,), tuple(packed), shared_mem=shared)
+    found = kernel(name, variant, macros, device(where))
+    if shared > UNASKED and found.max_dynamic_shared_size_bytes < shared:
+        found.max_dynamic_shared_size_bytes = shared
+    found((blocks,), (threads,), tuple(packed), shared_mem=shared)

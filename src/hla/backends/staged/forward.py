@@ -54,7 +54,9 @@ class Forward:
         for i, (symbol, state, read) in enumerate(lines):
             if symbol not in self.found and not self._chained(lines, i, final):
                 self._run_state(state)
-            if read is not None and read.result not in self.streams and read.result not in final:
+            if self.output is not None or read is None or read.result in final:
+                continue
+            if read.result not in self.streams:
                 terms = [self._term(read)]
                 batch = self.shapes.batch[read.result]
                 made = run_read(self.setting, terms, batch, self.setting.dtype, strict=read.strict)

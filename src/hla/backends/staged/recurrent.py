@@ -103,13 +103,13 @@ class _Tokens:
         self.given = inputs(engine, problem)
         self.given.setdefault("one", self.given["v"])
         self.shared = self._shared()
-        self.before: dict[str, Array | None] = {}
-        self.after: dict[str, Array] = {}
-        for state in problem.program.states:
-            start = with_parts(engine, problem, (problem.initial or {}).get(state.symbol))
-            batch = self.natural(state.symbol) if state.symbol in self.shared else self.batch
-            self.before[state.symbol] = start
-            self.after[state.symbol] = self._place(start, batch, self.shapes.state[state.symbol][-2:])
+        given, symbols = problem.initial or {}, tuple(s.symbol for s in problem.program.states)
+        self.before = {symbol: with_parts(engine, problem, given.get(symbol)) for symbol in symbols}
+        # into the given states' memory all or none of them, as the caller refuses a state that would change its shape
+        inplace = problem.overwrite and all(
+            symbol in given and self._keeps(given[symbol], symbol) for symbol in symbols
+        )
+        self.after = {symbol: self._place(symbol, inplace) for symbol in symbols}
 
     def natural(self, symbol: str) -> Batch:
         """A state's own batch axes."""
@@ -134,15 +134,21 @@ class _Tokens:
             and math.prod(self.natural(s.symbol)) < heads
         )
 
-    def _place(self, start: Array | None, batch: Batch, sizes: tuple[int, ...]) -> Array:
-        """Room for a state: the given one's own memory, if the caller wants it overwritten and every head has its
-        own."""
-        engine, problem, shape = self.engine, self.problem, (*batch, self.cut.parts, *sizes)
-        if start is not None and problem.overwrite and tuple(start.shape) == shape and start.dtype == problem.dtype:
+    def _keeps(self, state: Array, symbol: str) -> bool:
+        """Whether a state comes out as it went in."""
+        shape = (*(() if self.problem.cu_seqlens is None else (self.cut.parts,)), *self.shapes.state[symbol])
+        return tuple(state.shape) == shape and state.dtype == self.problem.dtype
+
+    def _place(self, symbol: str, inplace: bool) -> Array:
+        """Room for a state: the given one's own memory, if the caller wants that, and if every head has its own."""
+        engine, start = self.engine, self.before[symbol]
+        batch = self.natural(symbol) if symbol in self.shared else self.batch
+        sizes = self.shapes.state[symbol][-2:]
+        if inplace and start is not None and tuple(start.shape) == (*batch, self.cut.parts, *sizes):
             steps = zip(start.shape, engine.strides(start), strict=True)
             if all(step != 0 or n == 1 for n, step in steps):
                 return start
-        made = engine.empty(problem.v, (self.cut.parts, *batch, *sizes), self.arithmetic.sums)
+        made = engine.empty(self.problem.v, (self.cut.parts, *batch, *sizes), self.arithmetic.sums)
         return moveaxis(engine.xp, made, 0, -3)
 
     def launch(self, batch: Batch, lines: tuple[tuple[int, ...], ...], output: Array, *, outputs: bool) -> None:
