@@ -299,6 +299,11 @@ STRIDES = {
     "hla2": {"chunk_size": 16},
     "ahla packed": {"chunk_size": 16, "cu_seqlens": [0, 1, 1, 17]},
     "linear_attention in parts": {"chunk_size": 16},
+    "hla2 segments": {
+        "chunk_size": 16,
+        "segment_ids": [0] * 3 + [1] * 14,
+        "token_mask": [True] * 4 + [False] + [True] * 12,
+    },
     "hla2 printed": {"form": "recurrent"},
 }
 
@@ -306,14 +311,15 @@ STRIDES = {
 @pytest.mark.parametrize("case", STRIDES)
 def test_kernels_honour_all_strides(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of results, which here always lie close: launches once more, on tensors that do not."""
-    name = case.removesuffix(" in parts").removesuffix(" packed")
+    name = case.removesuffix(" in parts").removesuffix(" packed").removesuffix(" segments")
     if "parts" in case:
         monkeypatch.setattr(operations, "FEWEST_CHUNKS", 1)
     operator, own = OPERATORS[name]
-    options = placed({n: torch.tensor(x) if n == "cu_seqlens" else x for n, x in STRIDES[case].items()})
+    options = placed({n: torch.tensor(x) if isinstance(x, list) else x for n, x in STRIDES[case].items()})
     length, lead = (17 if "chunk_size" in options else 3), ((3,) if "cu_seqlens" in options else ())
     inputs = [x.requires_grad_(length > 3) for x in draw(length)]
-    options["initial_state"] = initial(operator, own, inputs[0], (*lead, 2), d=5, dv=7)
+    if "segments" not in case:
+        options |= {"initial_state": initial(operator, own, inputs[0], (*lead, 2), d=5, dv=7), "return_state": True}
     options["log_decay"] = -0.3 * torch.rand(2, length, generator=torch.Generator().manual_seed(5))
     kernels = {kernel.name: kernel for kernel in KERNELS}
     seen: dict[Any, Any] = {}
@@ -342,7 +348,7 @@ def test_kernels_honour_all_strides(case: str, monkeypatch: pytest.MonkeyPatch) 
 
     launch.watchers.append(again)
     try:
-        found = flat(run(operator, *inputs, return_state=True, **options, **own))
+        found = flat(run(operator, *inputs, **options, **own))
         if length > 3:
             torch.autograd.grad(found, inputs, cotangents(found))
         compare()
@@ -420,6 +426,17 @@ def test_packed_sequences(seed: int, form: str) -> None:
     tokens(one, other.double(), 2 * budget(name, q, k, v), cut=torch.tensor(offsets))
 
 
+def test_sequences_do_not_share_scratch(launches: Any) -> None:
+    """Programs of a GPU run side by side: each has its own place for what passes from line to line."""
+    run("hla2", *draw(4), form="recurrent", cu_seqlens=torch.tensor([0, 1, 3, 4]), decay=0.9)
+    (one,) = launches
+    own = [x for x, scratch in zip(one.arguments["streams"], one.arguments["SCRATCH"], strict=True) if scratch]
+    assert [x.shape for x in own] == [(2, 3, 5), (2, 3, 7)]
+    for x in own:
+        assert x.isfinite().all()
+        assert all(not torch.equal(x[:, i], x[:, j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_no_sequences(form: str) -> None:
     q, k, v = draw(0)
@@ -489,6 +506,11 @@ def test_states_of_bfloat16_are_float32() -> None:
     assert abs(float(out[-1]) / (want * 2.0**-7) - 1.0) <= 2 * 2.0**-8
     _, state = run("linear_attention", k[:40], k[:40], v[:40], form="recurrent", return_state=True)
     assert float(state[0]) == 1.0 + 39 * 2.0**-13
+    one = torch.zeros_like(k)
+    one[0] = 1.0  # hla2: S = 1, u = q, F = Σ q v; ahla: P = 1, w = q, E = Σ k q
+    for name, values in (("hla2", (k, one, v)), ("ahla", (k, v, one))):
+        _, state = run(name, *values, chunk_size=16, return_state=True)
+        assert [float(x) for x in state] == [1.0, want], name
 
 
 # --- one sequence in parts ---------------------------------------------------------------------------------------
@@ -512,6 +534,14 @@ def test_parts(name: str, in_parts: None) -> None:
             check(operator, q, k, v, chunk_size=16, initial_state=state, return_state=True, **options, **own)
         assert kernels["carry"] >= 1
         log_decay[0, 37] = -torch.inf
+
+
+def test_parts_of_wide_states(in_parts: None) -> None:
+    """More than one tile of a state in what precedes a part."""
+    q, k, v = draw(67, batch=(), d=20, dv=70)
+    with Launched() as kernels:
+        check("linear_attention", q, k, v, chunk_size=16, decay=0.9, return_state=True)
+    assert kernels["carry"] == 1
 
 
 def test_parts_are_cut_where_a_gpu_would_idle() -> None:
@@ -689,7 +719,7 @@ def reach(form: str, token: int) -> int:
 
 @overflowing
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", [n for n in OPERATORS if n not in ("hla2 prefix", "order 5")])
 def test_bad_values(name: str, form: str) -> None:
     """They spoil their own token and, from keys and values, all later ones; no earlier chunk, and no other head."""
     operator, own = OPERATORS[name]

@@ -88,8 +88,8 @@ def test_batch_axes_in_turns() -> None:
     q, k, v, g = (placed(torch.randn(shape, generator=generator)) for shape in shapes)
     check("hla2", q, k, v, gradient=True, log_decay=-g.abs(), return_state=True)
     offsets = {"cu_seqlens": torch.tensor([0, 2, 2, 5]), "return_state": True}
-    start = initial("ahla", {}, q, (3, 2, 2, 2, 2), d=3, dv=4)
-    check("ahla", q, k, v, gradient=True, decay=torch.tensor(0.9), initial_state=start, **offsets)
+    start = initial("linear_attention", {}, q, (3, 2, 2, 2, 2), d=3, dv=4)
+    check("linear_attention", q, k, v, gradient=True, decay=torch.tensor(0.9), initial_state=start, **offsets)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -201,8 +201,11 @@ THROUGH: dict[str, Callable[[list[Any]], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("through", THROUGH)
-@pytest.mark.parametrize("name", ["hla2", "ahla", "hla2 printed", "order 4"])
+SOME = [("hla2", through) for through in THROUGH]
+SOME += [(name, f"the {which} state") for name in ("ahla", "hla2 printed", "order 4") for which in ("first", "last")]
+
+
+@pytest.mark.parametrize(("name", "through"), SOME)
 def test_some_of_the_results(name: str, through: str) -> None:
     """The others have no cotangent at all."""
     operator, own = OPERATORS[name]
@@ -558,8 +561,11 @@ def program_of(name: str) -> tuple[Any, list[Any]]:
     return function, inputs
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", PROGRAMS)
+COMPILED = [(name, "aot_eager") for name in PROGRAMS]
+COMPILED += [(name, "eager") for name in ("plain", "packed")]
+
+
+@pytest.mark.parametrize(("name", "compiler"), COMPILED)
 def test_compiled(name: str, compiler: str, afresh: None) -> None:
     """Values and gradients of the eager call, from the kernels."""
     function, inputs = program_of(name)

@@ -18,7 +18,7 @@ from hla.checks import check_call  # noqa: E402
 from hla.options import Options  # noqa: E402
 from triton_runs import placed  # noqa: E402 (skips this file where no kernel runs)
 
-BATCH, HEADS, TOKENS, D, DV = 2, 3, 19, 5, 7
+BATCH, HEADS, TOKENS, D, DV = 2, 3, 11, 5, 7
 
 
 def draw() -> list[Any]:
@@ -39,16 +39,15 @@ def calls(module: Any) -> list[str]:
     [{}, {"decay": 0.9, "return_state": True}, {"mask": "none", "ridge": 0.7}, {"normalize": True, "eps": 3.0}],
     ids=str,
 )
-@pytest.mark.parametrize("gradient", [False, True])
-def test_opcheck(options: dict[str, Any], gradient: bool) -> None:
-    inputs = [x.requires_grad_(gradient) for x in draw()]
+def test_opcheck(options: dict[str, Any]) -> None:
+    inputs = [x[0].requires_grad_() for x in draw()]
     problem = check_call("hla2", *inputs, Options(**options)).problem
     split = Split(problem)
     found = torch.library.opcheck(torch.ops.hla.triton, (split.tensors(problem), library.describe(split)))
     assert set(found.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("offsets", [None, [0, 4, 4, 19]])
+@pytest.mark.parametrize("offsets", [None, [0, 4, 4, TOKENS]])
 def test_a_described_call_is_the_call(offsets: Any) -> None:
     q, k, v = draw()
     options = Options(

@@ -121,6 +121,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             guards.enter_context(nan_filled())
         if launch.interpreting():
             monkeypatch.setattr(machine, "_patch_lang", once_a_launch(machine._patch_lang))
+            monkeypatch.setattr(machine, "_get_np_dtype", once_a_name(machine._get_np_dtype))
         verdict = selftest(str(placed(torch.zeros(())).device))  # now, or a test would count its launches
         assert verdict.ok, verdict.reason
         registered()["triton"].runner("hla2")
@@ -157,6 +158,19 @@ def once_a_launch(patch: Any) -> Any:
         return scope
 
     return once
+
+
+def once_a_name(find: Any) -> Any:
+    """NumPy's dtype of one of Triton's, which the interpreter looks up in a table that it makes each time."""
+    known: dict[str, Any] = {}
+
+    def found(dtype: Any) -> Any:
+        name = str(dtype)
+        if name not in known:
+            known[name] = find(dtype)
+        return known[name]
+
+    return found
 
 
 class Launched(Counter[str]):
