@@ -434,7 +434,7 @@ def test_unsupported_has_every_reason() -> None:
         "backend: expected one that can run ahla on numpy arrays (float64/float64/float64, form parallel), got "
     )
     for reason in (
-        "families: takes torch and jax arrays, not numpy",
+        "families: takes torch, jax arrays, not numpy",
         "operators: has no ahla",
         "forms: has the forms chunkwise, not parallel",
         "dtypes: takes float16, float32, not float64",
