@@ -34,28 +34,22 @@ __device__ __forceinline__ void multiply(A (&sum)[M][N], const A* left, const A*
 }
 
 // R rows and N columns of a plane from (row, column) on, four columns at a time: each to `put_four` with its row and
-// column, 0 where `there` says no of a row. Loads of several rows are on their way at once where they come in fours.
-template <int R, int N, class A, class There, class Put>
-__device__ __forceinline__ void load_tile(const Plane<A>& from, i64 row, int column, There there, Put put_four) {
-  constexpr int EACH = R * N / 4 / THREADS;
-  if (from.fours) {
-    #pragma unroll
-    for (int i = 0; i < (EACH ? EACH : 1); ++i) {
-      const int at = i * THREADS + threadIdx.x, r = at / (N / 4), c = at % (N / 4) * 4;
-      if (!EACH && at >= R * N / 4) continue;
-      A v[4];
-      load_columns<true>(v, from, row + r, column + c, there(r));
-      put_four(v, r, c);
-    }
-    return;
-  }
+// column, 0 where `there` says no of a row.
+template <Way way, int R, int N, class A, class There, class Put>
+__device__ __forceinline__ void load_tile_by(const Plane<A>& from, i64 row, int column, There there, Put put_four) {
   #pragma unroll 1
   for (int at = threadIdx.x; at < R * N / 4; at += THREADS) {
     const int r = at / (N / 4), c = at % (N / 4) * 4;
     A v[4];
-    load_columns<false>(v, from, row + r, column + c, there(r));
+    load_columns<way>(v, from, row + r, column + c, there(r));
     put_four(v, r, c);
   }
+}
+template <int R, int N, class A, class There, class Put>
+__device__ __forceinline__ void load_tile(const Plane<A>& from, i64 row, int column, There there, Put put_four) {
+  if (!from.fours) load_tile_by<Way::single, R, N>(from, row, column, there, put_four);
+  else if (from.type == Stored<A>::type) load_tile_by<Way::four, R, N>(from, row, column, there, put_four);
+  else load_tile_by<Way::four_halves, R, N>(from, row, column, there, put_four);
 }
 
 // Tokens t, t + 1, … as the rows of a tile, N of their features from `first` on; those of a row that lacks a flag are
@@ -107,7 +101,7 @@ __device__ __forceinline__ void load_state(A* tile, const void* p, const Plane<A
   for (int i = threadIdx.x; i < height * (N / 4); i += THREADS) {
     const int r = i / (N / 4), c = i % (N / 4) * 4;
     A v[4];
-    load_columns<false>(v, from, r, column + c, p != nullptr);
+    load_columns<Way::single>(v, from, r, column + c, p != nullptr);
     put(tile + r * N + c, v);
   }
 }
@@ -160,18 +154,28 @@ template <int M, int N, class A> __device__ __forceinline__ void clear(A (&v)[M]
     for (int j = 0; j < N; ++j) v[i][j] = 0;
 }
 
-// The products of all pairs of a chunk times their factors, as the left operand of pairs · z.
+// The products of all pairs of a chunk times their factors, as the left operand of pairs · z. A thread takes up its own
+// products again from shared memory, column by column, so that few numbers are in registers at once.
 template <class A, int C>
 __device__ __forceinline__ void put_pairs(
     A* pairs, const A (&product)[C / SIDE][C / SIDE], const Clock<A, C>& k, const Pass& pass, int power) {
   constexpr int M = C / SIDE;
   const int row = threadIdx.x / SIDE * M, column = threadIdx.x % SIDE * M;
+  A* const own = pairs + column * (C + PAD) + row;
   #pragma unroll
   for (int j = 0; j < M; ++j) {
     A v[M];
     #pragma unroll
-    for (int i = 0; i < M; ++i) v[i] = paired(product[i][j], k, row + i, column + j, pass, pass.reverse, power);
-    put(pairs + (column + j) * (C + PAD) + row, v);
+    for (int i = 0; i < M; ++i) v[i] = product[i][j];
+    put(own + j * (C + PAD), v);
+  }
+  #pragma unroll 1
+  for (int j = 0; j < M; ++j) {
+    A v[M];
+    get(own + j * (C + PAD), v);
+    #pragma unroll
+    for (int i = 0; i < M; ++i) v[i] = paired(v[i], k, row + i, column + j, pass, pass.reverse, power);
+    put(own + j * (C + PAD), v);
   }
 }
 

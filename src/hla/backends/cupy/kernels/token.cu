@@ -64,7 +64,7 @@ __device__ __forceinline__ void run_rows(A (&sum)[4], const Line<A>& line, int c
       for (int j = 0; j < 4; ++j) v[i][j] = 0;
       if (line.empty || row >= line.height) continue;
       if (QUICK) get(static_cast<const A*>(line.from.at) + row * line.from.row + column, v[i]);
-      else load_columns<false>(v[i], line.from, row, column, true);
+      else load_columns<Way::single>(v[i], line.from, row, column, true);
     }
     #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {

@@ -133,18 +133,6 @@ template <int N> __device__ __forceinline__ void put(double* p, const double (&v
   }
 }
 
-// Four at once: of accumulators' own type, or of 16 bits.
-template <class A> __device__ __forceinline__ void load_four(A (&v)[4], const void* p, i64 i, int type) {
-  if (type == Stored<A>::type) {
-    get(static_cast<const A*>(p) + i, v);
-  } else {
-    const ushort4 own = *reinterpret_cast<const ushort4*>(static_cast<const unsigned short*>(p) + i);
-    const unsigned short bits[4] = {own.x, own.y, own.z, own.w};
-    #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = A(type == FLOAT16 ? from_half(bits[j]) : from_bfloat(bits[j]));
-  }
-}
-
 template <class A> __device__ __forceinline__ void store_four(const A (&v)[4], void* p, i64 i, int type) {
   if (type == Stored<A>::type) {
     put(static_cast<A*>(p) + i, v);
@@ -193,18 +181,29 @@ __device__ __forceinline__ Plane<A> matrix(const void* p, const View& view, cons
   return plane<A>(moved(p, entry(view, b) + n * view.s0, view.type), view.s1, view.s2, int(width), int(view.type));
 }
 
-// Four columns of a row, 0 where there is none; FOURS: of a plane that has them side by side.
-template <bool FOURS, class A>
+// How four neighbours are loaded: one by one; at once, as accumulators are; at once, of 16 bits.
+enum class Way { single, four, four_halves };
+
+// Four columns of a row, 0 where there is none.
+template <Way way, class A>
 __device__ __forceinline__ void load_columns(A (&v)[4], const Plane<A>& from, i64 row, int column, bool there) {
-  const i64 at = row * from.row + column * from.column;
   #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = 0;
-  if (FOURS) {
-    if (there && column < from.width) load_four(v, from.at, at, from.type);
-  } else {
+  if constexpr (way == Way::single) {
+    const i64 at = row * from.row + column * from.column;
     #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (there && column + i < from.width) v[i] = load<A>(from.at, at + i * from.column, from.type);
+  } else if (there && column < from.width) {
+    const i64 at = row * from.row + column;
+    if constexpr (way == Way::four) {
+      get(static_cast<const A*>(from.at) + at, v);
+    } else {
+      const ushort4 own = *reinterpret_cast<const ushort4*>(static_cast<const unsigned short*>(from.at) + at);
+      const unsigned short bits[4] = {own.x, own.y, own.z, own.w};
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = A(from.type == FLOAT16 ? from_half(bits[i]) : from_bfloat(bits[i]));
+    }
   }
 }
 
