@@ -110,26 +110,31 @@ def quick_programs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 ONCE = ("concurrency", "cost", "errata", "imports", "memory", "public_api")
 """Files whose tests, but for the shared ones, are about no array library: the session of NumPy runs them."""
-SAMPLED = ("errors", "forms", "inputs", "nonfinite", "packing", "reference")
-"""Files of which JAX runs one in ten parameters of each test: XLA compiles every operation for every shape."""
+LONG = ("errors", "forms", "inputs", "nonfinite", "packing", "reference")
+SAMPLED = {"jax": (10, LONG), "cupy": (4, (*LONG, "gradients", "states"))}
+"""Files of which a library runs one in so many parameters of each test: XLA compiles every operation for every shape,
+and without a GPU the CUDA kernels run thread by thread."""
+OWN = {"cupy": ("cupy", "cupy_kernels", "cupy_compile", "docs")}
+"""Beside shared tests a library's session runs these files only."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what another session runs. No shared test is left out, and which parameters JAX runs is fixed.
 
-    They are the first, the eleventh, … of each test in order; --every runs all.
+    They are the first, the eleventh, … of each test in order, or the first, the fifth, …; --every runs all.
     """
     name = config.getoption("--arrays")
     if name == "numpy" or config.getoption("--every"):
         return
+    each, sampled_files = SAMPLED.get(name, (1, ()))
     seen: dict[str, int] = {}
     kept, left = [], []
     for item in items:
         file, test = item.path.stem.removeprefix("test_"), item.nodeid.partition("[")[0]
         count = seen[test] = seen.get(test, -1) + 1
         shared = "lib" in getattr(item, "fixturenames", ())
-        elsewhere = file in ONCE and not shared
-        sampled = name == "jax" and file in SAMPLED and shared and count % 10
+        elsewhere = not shared and (file in ONCE or file not in OWN.get(name, (file,)))
+        sampled = shared and file in sampled_files and count % each
         (left if elsewhere or sampled else kept).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = kept

@@ -26,7 +26,7 @@ from libraries import Library
 
 TOKENS, HEADS, D, DV = 7, 3, 5, 2
 EPS = np.finfo(np.float64).eps
-EXAMPLES = {"numpy": 12, "torch": 6, "strict": 3, "jax": 2}
+EXAMPLES = {"numpy": 12, "torch": 6, "strict": 3, "jax": 2, "cupy": 2}
 DECAYS = ("none", "number", "heads", "tokens", "shared tokens", "resets")
 
 
