@@ -255,7 +255,7 @@ class HigherOrderAttention(nn.Module):
             rows = sequences.Rows() if cu_seqlens is None else sequences.packed(cu_seqlens, x.shape[1], x.device)
             y, following = self._run(x, state, batch, rows, cu_seqlens, return_state)
         else:
-            _check_mask(key_padding_mask, x.shape[:2], x)
+            check_mask(key_padding_mask, x.shape[:2], x)
             x, counts, places = sequences.move_together(x, key_padding_mask)
             y, following = self._run(x, state, batch, sequences.Rows(counts), None, return_state)
             y = sequences.move_back(y, places, key_padding_mask)
@@ -284,7 +284,7 @@ class HigherOrderAttention(nn.Module):
         self._check_state(state, batch, x_t)
         rows = sequences.Rows()
         if key_padding_mask is not None:
-            _check_mask(key_padding_mask, x_t.shape[:1], x_t)
+            check_mask(key_padding_mask, x_t.shape[:1], x_t)
             rows = sequences.Rows((~key_padding_mask).to(torch.int64))
             x_t = x_t.masked_fill(key_padding_mask[:, None], 0.0)
         y, following = self._run(x_t[:, None], state, batch, rows, None, True, one_token=True)
@@ -567,7 +567,8 @@ def _pick(x: Tensor, runs: Runs, axis: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
 
 
-def _check_mask(mask: Any, shape: tuple[int, ...], x: Tensor) -> None:
+def check_mask(mask: Any, shape: tuple[int, ...], x: Tensor) -> None:
+    """Errors unless a padding mask is bool, of exactly this shape, and beside x."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = f"{mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
         raise DTypeError(

@@ -1,0 +1,147 @@
+"""Softmax attention with the interface of `HigherOrderAttention`, for layers of a model that are to have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hla.errors import DTypeError, OptionError, ShapeError, message
+from hla.nn.torch.attention import check_mask
+from hla.nn.torch.parts import rotate
+
+
+class SoftmaxState(NamedTuple):
+    """Keys (turned by their positions) and values of all tokens seen: it grows.
+
+    Attributes:
+        keys: (B, L, Hkv, d).
+        values: (B, L, Hkv, d).
+        places: int (B, L), where in its sequence each token is; −1 for padding.
+        position: (B,), the number of tokens seen, without the skipped ones.
+    """
+
+    keys: Tensor
+    values: Tensor
+    places: Tensor
+    position: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> SoftmaxState:
+        """The state with `function` applied to each of its tensors."""
+        return SoftmaxState(*(function(x) for x in self))
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in order."""
+        return list(self)
+
+
+class SoftmaxAttention(nn.Module):
+    """Causal softmax attention with rotary positions and grouped heads.
+
+    Args:
+        d_model: features of x and y.
+        num_heads: query heads, a divisor of `d_model`.
+        num_kv_heads: key/value heads, a divisor of `num_heads`.
+        rotary_base: of the rotary rates.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        OptionError: sizes that do not divide, or an odd number of features in a head.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int,
+        rotary_base: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads % num_kv_heads:
+            raise OptionError(
+                message("num_kv_heads", f"a divisor of num_heads = {num_heads}", repr(num_kv_heads),
+                        "Every key/value head serves as many query heads.")
+            )  # fmt: skip
+        if d_model % (2 * num_heads):
+            raise OptionError(
+                message("d_model", f"a multiple of twice num_heads = {num_heads} in softmax layers", repr(d_model),
+                        "Heads need an even number of features for rotary positions.")
+            )  # fmt: skip
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, d_model // num_heads
+        self.rotary_base = rotary_base
+        width = num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(d_model, d_model, bias=False, device=device, dtype=dtype)
+        self.k_proj = nn.Linear(d_model, width, bias=False, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(d_model, width, bias=False, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier's uniform rule."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            nn.init.xavier_uniform_(projection.weight)
+
+    def init_state(self, batch: int) -> SoftmaxState:
+        """The state before the first token."""
+        weight = self.q_proj.weight
+        empty = weight.new_zeros(batch, 0, self.num_kv_heads, self.head_dim)
+        places = torch.zeros(batch, 0, dtype=torch.int64, device=weight.device)
+        return SoftmaxState(empty, empty, places, places.sum(1))
+
+    def forward(
+        self,
+        x: Tensor,
+        state: SoftmaxState | None = None,
+        return_state: bool = False,
+        *,
+        key_padding_mask: Tensor | None = None,
+    ) -> Any:
+        """(B, T, d_model) → y or (y, state); padding as in `HigherOrderAttention`."""
+        if state is None:
+            state = self.init_state(x.shape[0])
+        elif not isinstance(state, SoftmaxState):
+            raise DTypeError(
+                message("state", "a SoftmaxState", type(state).__name__, "Use return_state=True or init_state(batch).")
+            )
+        elif state.position.shape[0] != x.shape[0]:
+            raise ShapeError(
+                message("state", f"a batch of {x.shape[0]}, as x", f"{state.position.shape[0]}", "Use its own state.")
+            )
+        if key_padding_mask is None:
+            present = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        else:
+            check_mask(key_padding_mask, x.shape[:2], x)
+            present = ~key_padding_mask
+            x = x.masked_fill(key_padding_mask[..., None], 0.0)
+        at = state.position[:, None] + present.cumsum(1) - 1
+        q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        turned_q, turned_k = rotate(q, k, at, self.rotary_base)
+        q, k = turned_q.to(v.dtype), turned_k.to(v.dtype)
+        keys, values = torch.cat([state.keys.to(v.dtype), k], 1), torch.cat([state.values.to(v.dtype), v], 1)
+        places = torch.cat([state.places, torch.where(present, at, -1)], 1)
+        visible = (places >= 0)[:, None] & (places[:, None] <= at[..., None])
+        visible = visible | ~present[..., None]  # where nothing is visible it would be NaN; the output is 0 there
+        o = functional.scaled_dot_product_attention(
+            q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), visible[:, None], enable_gqa=True
+        )
+        y: Tensor = self.out_proj(o.transpose(1, 2).flatten(-2))
+        if key_padding_mask is not None:
+            y = y.masked_fill(key_padding_mask[..., None], 0.0)
+        return (y, SoftmaxState(keys, values, places, state.position + present.sum(1))) if return_state else y
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
+
+    def step(
+        self, x_t: Tensor, state: SoftmaxState, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, SoftmaxState]:
+        """One token, (B, d_model)."""
+        mask = None if key_padding_mask is None else key_padding_mask[:, None]
+        y, state = self(x_t[:, None], state, True, key_padding_mask=mask)
+        return y[:, 0], state
