@@ -58,16 +58,20 @@ def types(session: nox.Session) -> None:
     session.run("mypy", "--strict", "src/hla")
 
 
-def run_tests(session: nox.Session, name: str, module: str) -> None:
+def run_tests(session: nox.Session, name: str, module: str, *words: str) -> None:
     """The whole suite, its shared tests on one array library; where that is missing the session fails."""
     session.install(".", *group("test", "cli", "numpy", name))
     session.run("python", "-c", f"import rich, {module}; print({module}.__name__, {module}.__version__)")
-    session.run("pytest", f"--arrays={name}", "-n", "2", "tests", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", f"--arrays={name}", "-n", "2", "tests", *words, *session.posargs, env=ONE_THREAD)
+
+
+WITHOUT_CUDA = "--ignore-glob=*/test_cu[dp]*"
+"""Left to the sessions of CuPy."""
 
 
 @nox.session(name="tests-numpy")
 def tests_numpy(session: nox.Session) -> None:
-    run_tests(session, "numpy", "numpy")
+    run_tests(session, "numpy", "numpy", WITHOUT_CUDA)
 
 
 @nox.session(name="tests-strict")
@@ -121,17 +125,24 @@ def triton_semantics(session: nox.Session) -> None:
     session.run("python", "-m", "ttsem.sanitize", "pytest", "--arrays=torch", file, *session.posargs, env=ONE_THREAD)
 
 
+CUDA_FILES = tuple(f"tests/test_{name}.py" for name in ("cupy_kernels", "cuda_cpu", "cuda_standin"))
+
+
 @nox.session(name="tests-cupy")
 def tests_cupy(session: nox.Session) -> None:
     """The CUDA sources on the CPU, by themselves and through a stand-in for CuPy under the shared suite."""
     run_tests(session, "cupy", "ml_dtypes")
+    alone = ("-m", "not sanitizers and not all_configs", *CUDA_FILES)
+    session.run("pytest", "--arrays=numpy", "-n", "2", *alone, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(name="cupy-sanitize")
 def cupy_sanitize(session: nox.Session) -> None:
     """The CUDA sources under the address, undefined-behaviour and thread sanitizers."""
     session.install(".", *group("test", "cupy"))
-    session.run("pytest", "--arrays=cupy", "-n", "2", "-m", "sanitizers", "tests", *session.posargs, env=ONE_THREAD)
+    session.run(
+        "pytest", "--arrays=numpy", "-n", "2", "-m", "sanitizers", *CUDA_FILES, *session.posargs, env=ONE_THREAD
+    )
 
 
 @nox.session(name="cupy-compile")
@@ -139,7 +150,7 @@ def cupy_compile(session: nox.Session) -> None:
     """The CUDA sources compiled by NVRTC for several GPUs, without one."""
     session.install(".", *group("test", "nvrtc"))
     files = ("tests/test_cupy_compile.py", "tests/test_cuda_nvrtc.py")
-    session.run("pytest", "--arrays=cupy", "-n", "2", *files, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", "--arrays=numpy", "-n", "2", *files, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -156,7 +167,7 @@ def minimal(session: nox.Session) -> None:
     session.run(
         "python", "-c", f"import sys, hla; found = [m for m in {imported} if m in sys.modules]; assert not found, found"
     )
-    session.run("pytest", "--arrays=numpy", "-n", "2", "tests", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", "--arrays=numpy", "-n", "2", "tests", WITHOUT_CUDA, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -114,7 +114,7 @@ LONG = ("errors", "forms", "inputs", "nonfinite", "packing", "reference")
 SAMPLED = {"jax": (10, LONG), "cupy": (4, (*LONG, "gradients", "states"))}
 """Files of which a library runs one in so many parameters of each test: XLA compiles every operation for every shape,
 and without a GPU the CUDA kernels run thread by thread."""
-OWN = {"cupy": ("cupy", "cupy_kernels", "cupy_compile", "docs")}
+OWN = {"cupy": ("cupy", "docs")}
 """Beside shared tests a library's session runs these files only."""
 
 
