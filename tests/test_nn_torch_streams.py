@@ -174,6 +174,24 @@ def test_gradients_pass_padding_by(causal: bool) -> None:
         assert float((p.grad - found[name]).abs().max()) <= 1e-10 * float(p.grad.abs().max()), name
 
 
+def test_gradients_of_steps_pass_padding_by() -> None:
+    layer, x = make(RICH), tokens()
+    _, state = layer(x, return_state=True)
+    state = state.detach()
+    found = {}
+    for hidden, rows in ((True, [0, 1]), (False, [1])):
+        x_t = x[rows, 3].clone()
+        mask = torch.tensor([hidden, False])[-len(rows) :]
+        x_t[mask] = torch.nan
+        layer.zero_grad()
+        y, after = layer.step(x_t.requires_grad_(), state.reorder(torch.tensor(rows)), key_padding_mask=mask)
+        (y.sum() + after.operators[0][0].sum()).backward()
+        found[hidden] = {"x": x_t.grad[-1:].clone()} | {name: p.grad.clone() for name, p in layer.named_parameters()}
+        assert not hidden or not x_t.grad[0].any()
+    for name, want in found[False].items():
+        assert float((found[True][name] - want).abs().max()) <= 1e-10 * float(want.abs().max()), name
+
+
 # --- packed sequences ------------------------------------------------------------------------------------------------
 
 OFFSETS = [0, 3, 3, 4, 9, 11, 11]
