@@ -5,10 +5,11 @@ An array here has the three batch axes of a launch, broadcast where need be, and
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,39 +21,22 @@ from hla.backends.cupy import parameters
 
 KERNELS = Path(parameters.__file__).parent / "kernels"
 KINDS = {"float": np.dtype("float32"), "double": np.dtype("float64")}
-KINDS_UNIT = {"float": 2.0**-24, "double": 2.0**-53}
-ODD = {"float": -111.0, "double": -751.0}
-"""Log-decays whose exp is 0, and that are below the kernels' limit."""
 BATCH = (2, 1, 3)
-ORDERS: list[str | None] = [None]
-"""Of the launches to come: None, forward; "every", all of them, compared."""
-
-_compiled: dict[str, list[str]] = {}
-
-
-def instances(kernel: str, kind: str) -> list[str]:
-    """All variants of a kernel that are made for a type: in float64 chunks are no longer than 32 tokens."""
-    return [parameters.name(kernel, kind, *v) for v in parameters.VARIANTS[kernel] if kind == "float" or v[0] <= 32]
+LOWEST = {"float": -110.0, "double": -750.0}
+"""Log-decays below are resets."""
+orders: list[str] = ["forward"]
+"""The last is that of the launches to come; "every": all of them, and the results compared."""
 
 
 @cache
 def compiled(folder: Path, kernel: str, variant: str, macros: tuple[tuple[str, int], ...]) -> cpu.Kernel:
-    """A variant; the tests' own choice of them is compiled at once."""
-    kind = "double" if "double" in variant else "float"
-    names = [variant] if macros else [x for x in instances(kernel, kind) if x in CHOSEN] or [variant]
-    if variant not in names:
-        names = [variant]
-    return cpu.compile(folder / f"{kernel}.cu", kernels=names, macros=dict(macros)).kernel(variant)
-
-
-CHOSEN: set[str] = set()
+    """An instance of a kernel."""
+    return cpu.compile(folder / f"{kernel}.cu", kernels=[variant], macros=dict(macros)).kernel(variant)
 
 
 def launch(kernel: str, kind: str, variant: tuple[int, int], arguments: dict[str, Any], folder: Path = KERNELS) -> None:
     """Run a kernel for the whole batch."""
-    a = {**arguments, "batch": math.prod(BATCH)}
-    a.setdefault("n1", BATCH[1])
-    a.setdefault("n2", BATCH[2])
+    a = {"batch": math.prod(BATCH), "n1": BATCH[1], "n2": BATCH[2], **arguments}
     name = parameters.name(kernel, kind, *variant)
     found = compiled(folder, kernel, name, parameters.macros(kernel, a))
     packed = [
@@ -63,10 +47,32 @@ def launch(kernel: str, kind: str, variant: tuple[int, int], arguments: dict[str
     shared = parameters.shared_bytes(kernel, kind, *variant, a)
     if blocks == 0:
         return
-    if ORDERS[-1] == "every":
+    if orders[-1] == "every":
         cpu.in_every_order(found, (blocks,), (parameters.THREADS,), packed, shared)
     else:
-        found((blocks,), (parameters.THREADS,), packed, shared, ORDERS[-1])
+        found((blocks,), (parameters.THREADS,), packed, shared, orders[-1])
+
+
+def launch_far(
+    kernel: str, kind: str, variant: tuple[int, int], arguments: dict[str, Any], before: dict[str, int]
+) -> None:
+    """Run a kernel for one batch entry. Pointers are given that many elements before what they point to."""
+    a = {"n1": 1, "n2": 1, "batch": 1, **arguments}
+    found = compiled(KERNELS, kernel, parameters.name(kernel, kind, *variant), parameters.macros(kernel, a))
+    packed = parameters.pack(kernel, a)
+    names = ("q", "k", "v", *TOKEN) if kernel == "token" else parameters.KERNELS[kernel].pointers
+    values: list[Any] = []
+    for i, x in enumerate(packed[:-1]):
+        offset = before.get(names[i], 0) if i < len(names) else 0
+        values.append(ctypes.c_void_p(0 if x is None else x.ctypes.data - offset * x.itemsize))
+    values.append(ctypes.create_string_buffer(packed[-1].tobytes()))
+    geometry = (parameters.grid(kernel, a, variant[1]), 1, 1, parameters.THREADS, 1, 1)
+    geometry = (*geometry, parameters.shared_bytes(kernel, kind, *variant, a), 0, 0)
+    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(x) for x in values))
+    assert not found._launch(pointers, (ctypes.c_longlong * 9)(*geometry)), found._message()
+
+
+TOKEN = ("output", "log_decay", "mask", "starts", "bounds")
 
 
 # ---- arrays
@@ -88,7 +94,8 @@ def stored(x: np.ndarray, dtype: str) -> np.ndarray:
 def value(x: np.ndarray) -> np.ndarray:
     """The numbers of an array."""
     if x.dtype == np.uint16:
-        return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        with np.errstate(invalid="ignore"):  # NaN of any kind
+            return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return x.astype(np.float64)
 
 
@@ -96,7 +103,8 @@ def laid(x: np.ndarray, layout: str) -> np.ndarray:
     """The same numbers otherwise in memory. Layouts of (*batch, a, b) or (*batch, n, a, b):
 
     plain; heads (the last batch axis lies behind a); turned (a and b change places); odd (rows with a gap, from an odd
-    address); broadcast (the same for all along the last batch axis).
+    address); shifted (rows are aligned, but for the address of the first); broadcast (the same for all along the last
+    batch axis).
     """
     if layout == "plain":
         return np.ascontiguousarray(x)
@@ -108,6 +116,10 @@ def laid(x: np.ndarray, layout: str) -> np.ndarray:
         wide = np.zeros((*x.shape[:-1], x.shape[-1] + 3), x.dtype)
         wide[..., 1:-2] = x
         return wide[..., 1:-2]
+    if layout == "shifted":
+        wide = np.zeros((*x.shape[:-1], x.shape[-1] + 4), x.dtype)
+        wide[..., 1:-3] = x
+        return wide[..., 1:-3]
     assert layout == "broadcast"
     return np.broadcast_to(np.ascontiguousarray(x[:, :, :1]), x.shape)
 
@@ -155,7 +167,7 @@ class Time(NamedTuple):
         bounds = self.offsets or (0, self.T)
         return [
             (t, min(t + self.C, stop), i)
-            for i, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for i, (start, stop) in enumerate(pairwise(bounds))
             for t in range(start, stop, self.C)
         ]
 
@@ -212,7 +224,7 @@ def clock_inputs(time: Time, kind: str, seed: int, dtype: str = "float32") -> tu
     shape = (*BATCH, time.T)
     log = -random.gamma(0.5, 0.4, shape)
     log[random.random(shape) < 0.06] = -np.inf
-    log[random.random(shape) < 0.03] = ODD[kind]
+    log[random.random(shape) < 0.03] = LOWEST[kind] - 1
     log[random.random(shape) < 0.03] = -40.0
     kept = random.random((*BATCH[:2], 1, time.T)) > 0.15
     mask = np.broadcast_to(kept, shape)
@@ -232,7 +244,7 @@ def clock_inputs(time: Time, kind: str, seed: int, dtype: str = "float32") -> tu
         **time.arguments(),
     }
     own = np.where(mask, value(given), 0.0)
-    resets = (own < {"float": -110, "double": -750}[kind]) | starts
+    resets = (own < LOWEST[kind]) | starts
     gate = Gate(
         2, np.where(resets, 0.0, own), resets, starts, mask,
         {"gate": (high, low, era), "s_gate": strides(high)[:3], "DECAY": 2},
@@ -346,11 +358,6 @@ def compare(
     there = ~np.isnan(want)
     worst = (np.abs(got - want) - allowed)[there]
     assert worst.size == 0 or worst.max() <= 0, f"{label}: off by {worst.max()} more than allowed"
-
-
-def both(function: Callable[..., Any], *arrays: Any) -> tuple[Any, Any]:
-    """A definition's value, and its scale: the same of absolute values."""
-    return function(*arrays), function(*(np.abs(x) if isinstance(x, np.ndarray) else x for x in arrays))
 
 
 def numbers(*arrays: np.ndarray | None) -> Sequence[np.ndarray | None]:

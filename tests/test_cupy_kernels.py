@@ -1,4 +1,4 @@
-"""The CUDA kernels of the CuPy backend, compiled by g++ and run on NumPy arrays: against the definitions, pair by pair."""
+"""The CUDA kernels of the CuPy backend on the CPU: results as by the definitions, and planted faults are found."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import budget
 import cupy_kernels as ck
 import libraries
 from cuda import cpu
@@ -24,35 +25,24 @@ FLOAT, DOUBLE = "float", "double"
 # ---- the clock
 
 
-def check_clock(kind: str, time: ck.Time, seed: int, dtype: str = "float32") -> None:
+def check_clock(kind: str, time: ck.Time, seed: int, dtype: str = "float32", folder: Path = ck.KERNELS) -> None:
+    """One launch of `clock`."""
     arguments, gate = ck.clock_inputs(time, kind, seed, dtype)
-    ck.launch("clock", kind, (time.C, 0), arguments)
+    ck.launch("clock", kind, (time.C, 0), arguments, folder)
     high, low, era = (arguments[x] for x in ("high", "low", "era"))
+    given = np.where(gate.kept, ck.value(arguments["log_decay"]), 0.0)
+    given = np.where(given < ck.LOWEST[kind], 0.0, given)
     for b in ck.entries():
         for start, stop, _ in time.chunks:
             number, total = 0, 0.0
             for t in range(start, stop):
                 begins = bool(gate.resets[b][t])
-                number, total = number + begins, gate.log[b][t] + (0.0 if begins else total)
-                if gate.starts[b][t] and gate.kept[b][t]:
-                    total = _own(arguments, b, t, kind)
-                flags = ck_flags(not gate.kept[b][t], bool(gate.starts[b][t]))
-                assert era[b][t] == number * 4 + flags
+                number, total = number + begins, given[b][t] + (0.0 if begins else total)
+                assert era[b][t] == number * 4 + (not gate.kept[b][t]) + 2 * bool(gate.starts[b][t])
                 assert abs(low[b][t]) <= (t - start + 1) * 2.0**-10
                 assert high[b][t] * 512 == np.floor(high[b][t] * 512), "a sum without roundings"
-                np.testing.assert_allclose(
-                    float(high[b][t]) + float(low[b][t]), total, rtol=0, atol=2.0**-10 * 64 * ck.KINDS_UNIT[kind]
-                )
-
-
-def _own(arguments: dict[str, Any], b: tuple[int, ...], t: int, kind: str) -> float:
-    """A start's own log-decay, if it resets nothing by itself."""
-    g = float(ck.value(arguments["log_decay"])[b][t])
-    return 0.0 if g < {"float": -110, "double": -750}[kind] else g
-
-
-def ck_flags(masked: bool, starts: bool) -> int:
-    return masked + 2 * starts
+                off = abs(float(high[b][t]) + float(low[b][t]) - total)
+                assert off <= 64 * 64 * 2.0**-10 * budget.UNIT[ck.KINDS[kind].name], "roundings of 64 small numbers"
 
 
 @pytest.mark.parametrize("kind", [FLOAT, DOUBLE])
@@ -192,6 +182,10 @@ def check_chain(
         },
         folder,
     )
+    if spoil:  # what masked tokens read is nobody's
+        for name in ("r", "o"):
+            if outputs[name] is not None:
+                outputs[name][~gate.kept] = 0
     options |= {**SCALARS, "output": output}
     given = ck.numbers(x, y, z, w, first, second)
     want = chain_of(time, gate, {**options, "absolute": False}, *given)
@@ -200,9 +194,6 @@ def check_chain(
     for name, out in outputs.items():
         if out is not None:
             ck.compare(out, want[name], scale[name], kind, T, max(D, DW), passes.get(name, 1), name)
-
-
-STATE = [v for v in parameters.VARIANTS["state"] if v[0] == 16]
 
 
 @pytest.mark.parametrize("decay", [0, 1, 2])
@@ -356,6 +347,8 @@ def check_read(
         {**ck.views(**dict(zip(names, terms, strict=True)), r=r), **time.arguments(), **gate.arguments, **options},
         folder,
     )
+    if spoil:
+        r[~gate.kept] = 0
     given = [*ck.numbers(*terms), held]
     want = read_of(time, gate, {**options, "absolute": False}, *given)
     scale = read_of(time, gate, {**options, "absolute": True}, *(None if g is None else np.abs(g) for g in given))
@@ -483,7 +476,7 @@ def test_rate_of_a_state_that_nothing_reads() -> None:
 
 @pytest.mark.parametrize("variant", parameters.VARIANTS["rate"], ids=str)
 def test_every_variant_of_rate(variant: tuple[int, int]) -> None:
-    time = ck.Time(variant[0] + 3, variant[0])
+    time = ck.Time(variant[0] - 3, variant[0])
     check_rate(FLOAT, variant, time, ck.gates(1, time, FLOAT), D=20, DZ=36, layout="heads")
 
 
@@ -578,16 +571,13 @@ def check_token(
     if starts is not None:
         starts[..., list(bounds[:-1])] = True
         starts[..., T // 3] = True
-    full = [
-        make(parts, *shapes[i], dtype=sums, layout=states) + (2 if masses else 0) if initial else None
-        for i in range(count)
-    ]
+    full = [make(parts, *shapes[i], dtype=sums, layout=states) if initial else None for i in range(count)]
     held = [None if x is None else ck.value(x).copy() for x in full]
+    lie = "plain" if states == "broadcast" else states
     after = [
-        x if in_place and x is not None else make.empty(parts, *shapes[i], dtype=sums, layout=states)
+        x if in_place and x is not None else make.empty(parts, *shapes[i], dtype=sums, layout=lie)
         for i, x in enumerate(full)
     ]
-    before = [None if x is None else x for x in full]
     out = make.empty(T, dv, dtype=dtype)
     options = {"factors": (0.7, *(1.0,) * (len(widths) - 1)), "eps": 0.5, "widths": widths}
     of_streams = (*streams, streams[2], *(None,) * (len(widths) - 4))
@@ -595,7 +585,7 @@ def check_token(
         **ck.views(output=out, log_decay=log, mask=mask, starts=starts),
         "streams": of_streams,
         "s_streams": tuple((0,) if x is None else ck.strides(x) for x in of_streams),
-        "before": tuple(before),
+        "before": tuple(full),
         "s_before": tuple((0,) if x is None else ck.strides(x) for x in before),
         "after": tuple(after),
         "s_after": tuple(map(ck.strides, after)),
@@ -644,3 +634,325 @@ def test_wide_states() -> None:
     check_token(FLOAT, HLA2, T=2, d=3, dv=1030)
     check_token(FLOAT, HLA2, T=1, d=132, dv=260, in_place=True)
     check_token(FLOAT, HLA2, T=2, d=9, dv=68, states="turned", in_place=True)
+
+
+# ---- how arrays are stored, and where they lie
+
+STORED = ["float16", "bfloat16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("layout", ["plain", "heads", "turned", "odd", "broadcast"])
+@pytest.mark.parametrize("kind", [FLOAT, DOUBLE])
+def test_storage(kind: str, layout: str, dtype: str) -> None:
+    time = ck.Time(19, 16)
+    gate = ck.gates(1, time, kind)
+    sizes = {"D": 12, "DZ": 20} if layout != "odd" else {"D": 11, "DZ": 18}
+    check_chain(kind, (16, 16), time, gate, **sizes, DW=sizes["D"], output=True, dtype=dtype, layout=layout)
+    check_chain(kind, (16, 16), time, gate, **sizes, DW=1, alone=True, dtype=dtype, layout=layout)
+    check_read(kind, (16, 16), time, gate, **sizes, dtype=dtype, layout=layout)
+    check_rate(kind, (16, 32), time, gate, **sizes, dtype=dtype, layout=layout)
+    check_token(kind, HLA2, T=2, d=sizes["D"], dv=sizes["DZ"], dtype=dtype, layout=layout, states=layout)
+
+
+def rounded(x: np.ndarray, digits: int, least: int, most: int) -> np.ndarray:
+    """To nearest, ties to even: so many binary digits, exponents from `least` to `most`."""
+    unit = np.ldexp(1.0, np.maximum(np.frexp(x)[1] - 1, least) - digits + 1)
+    near = np.rint(x / unit) * unit
+    return np.where(np.abs(near) >= 2.0 * 2.0**most, np.copysign(np.inf, x), near)
+
+
+@pytest.mark.parametrize("kind", [FLOAT, DOUBLE])
+@pytest.mark.parametrize(("dtype", "form"), [("float16", (11, -14, 15)), ("bfloat16", (8, -126, 127))])
+def test_every_number_of_16_bits(kind: str, dtype: str, form: tuple[int, int, int]) -> None:
+    """Widened, and rounded from what lies between it and the next. `carry` is what copies."""
+
+    def copied(x: np.ndarray, into: np.ndarray) -> np.ndarray:
+        one = np.ones(1, ck.KINDS[kind])
+        sizes = {"D": 2, "DZ": x.size // 2, "part_count": 1, "REVERSE": False, "batch": 1, "n1": 1, "n2": 1}
+        arguments = {"total": one, "through": one, "initial": x, "before": into, "final": None}
+        steps = {"s_initial": (0, 0, 0, 0, x.size // 2, 1), "s_before": (0, 0, 0, 0, x.size // 2, 1)}
+        steps |= {"s_total": (0,) * 6, "s_through": (0,) * 4, "s_final": (0,)}
+        ck.launch("carry", kind, (0, 0), {**arguments, **steps, **sizes})
+        return into
+
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    own = bits.view(np.float16) if dtype == "float16" else bits
+    wide = copied(own, np.zeros(1 << 16, ck.KINDS[kind]))
+    np.testing.assert_array_equal(wide, ck.value(own))
+    finite = np.sort(wide[np.isfinite(wide)])
+    middle = (finite[1:].astype(np.float64) + finite[:-1]) / 2
+    middle = np.append(middle, [rounded(finite[-1:], *form)[0] * (1 + 2.0 ** -form[0]), 3e38]).astype(ck.KINDS[kind])
+    with np.errstate(under="ignore", over="ignore"):
+        tried = np.concatenate([finite, middle, np.nextafter(middle, np.inf), np.nextafter(middle, -np.inf)])
+        if kind == DOUBLE:
+            tried = np.append(tried, [1e300, -1e300, 1e-300, np.inf, -np.inf, np.nan, *(middle * (1 + 2.0**-45))])
+        want = rounded(tried.astype(np.float64), *form)
+    tried = tried[: tried.size // 2 * 2]
+    got = copied(tried, np.zeros(tried.size, own.dtype))
+    np.testing.assert_array_equal(ck.value(got), want[: tried.size])
+
+
+# ---- what is not finite
+
+
+@pytest.mark.parametrize("kind", [FLOAT, DOUBLE])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_spoils_its_own_era_only(kind: str, reverse: bool, strict: bool, bad: float) -> None:
+    """Masked tokens spoil nothing. A token that is seen spoils those that see it, and no others."""
+    time = ck.Time(53, 16, (0, 30, 53))
+    gate = ck.gates(2, time, kind, seed=9)
+
+    def spoil(gate: ck.Gate, *arrays: np.ndarray) -> None:
+        for b in ck.entries():
+            hidden = np.flatnonzero(~gate.kept[b])
+            shown = [19, 41] if b[0] == 0 else []
+            for x in arrays:
+                x[b][hidden[::2]] = bad
+                x[b][shown] = np.nan
+
+    with np.errstate(invalid="ignore"):
+        sizes = {"D": 5, "DZ": 7}
+        check_chain(
+            kind, (16, 16), time, gate, **sizes, DW=5, output=True, reverse=reverse, strict=strict, initial=False,
+            spoil=spoil,
+        )  # fmt: skip
+        check_chain(kind, (16, 16), time, gate, **sizes, DW=1, alone=True, reverse=reverse, spoil=spoil)
+        check_read(kind, (16, 16), time, gate, **sizes, reverse=reverse, strict=strict, spoil=spoil)
+
+
+# ---- every order of the threads
+
+
+@pytest.fixture
+def every_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ck, "orders", ["every"])
+
+
+def selection(folder: Path = ck.KERNELS, only: str | None = None) -> None:
+    """A little of everything, few enough threads at once for the thread sanitizer."""
+    time = ck.Time(19, 16, (0, 7, 19))
+    own = {"folder": folder}
+    check_clock(FLOAT, time, 1, **own)
+    gate = ck.gates(2, time, FLOAT)
+    checks = {
+        "chain": lambda: check_chain(FLOAT, (16, 16), time, gate, D=68, DW=68, DZ=9, output=True, **own),
+        "state": lambda: check_chain(FLOAT, (16, 16), time, gate, D=9, DW=1, DZ=5, alone=True, **own),
+        "read": lambda: check_read(FLOAT, (16, 16), ck.Time(19, 16), ck.no_gate(19), D=35, D2=4, DZ=9, **own),
+        "rate": lambda: check_rate(FLOAT, (16, 32), ck.Time(19, 16), ck.constant_gate(19), D=35, DZ=36, **own),
+        "token": lambda: check_token(FLOAT, NORMALIZED, T=2, d=36, dv=36, in_place=True, **own),
+    }
+    for name, check in checks.items():
+        if only in (None, name):
+            check()
+
+
+@pytest.mark.usefixtures("every_order")
+def test_the_order_of_threads_is_nothing_to_the_result() -> None:
+    selection()
+    time = ck.Time(67, 32)
+    check_chain(DOUBLE, (32, 32), time, ck.gates(2, time, DOUBLE), D=33, DW=9, DZ=36, strict=True, reverse=True)
+    check_read(DOUBLE, (32, 32), time, ck.gates(2, time, DOUBLE), D=33, D2=40, DZ=36, add=True)
+
+
+# ---- far from the start of an array
+
+
+FAR, NUMBER = 2**31 + 5, 2**29
+"""The first token; the number of a chunk and of a sequence."""
+
+
+def far_arguments(far: bool) -> dict[str, tuple[dict[str, Any], dict[str, int], list[np.ndarray]]]:
+    """For kernels: arguments, how far before its memory each pointer lies, and outputs. One chunk of 9 tokens."""
+    random = np.random.default_rng(0)
+    start, number, D, DZ = (FAR if far else 0), (NUMBER if far else 0), 5, 7
+
+    def array(*shape: int, like: Any = np.float32) -> np.ndarray:
+        return random.standard_normal(shape).astype(like)
+
+    def stream(width: int) -> tuple[np.ndarray, tuple[int, ...]]:
+        return array(9, width), (0, 0, 0, width, 1)
+
+    x, y, z = stream(D), stream(D), stream(DZ)
+    high, low = -np.abs(array(9)), array(9) / 1024
+    era, out = np.zeros(9, np.int32), np.full((9, DZ), np.nan, np.float32)
+    border = np.full((D, DZ), np.nan, np.float32)
+    state, steps = array(D, DZ), (0, 0, 0, D * DZ, DZ, 1)
+    common = {
+        "T": start + 9,
+        "count": 1,
+        "part_count": 1,
+        "gate": (high, low, era),
+        "s_gate": (0, 0, 0),
+        "DECAY": 2,
+        "POWER": 1,
+        "POWER2": 2,
+        "STRICT": True,
+        "REVERSE": False,
+        "ADD": False,
+        "D": D,
+        "D2": D,
+        "DW": D,
+        "DZ": DZ,
+        "by_left": 1.0,
+        "by_right": 1.0,
+        "by_span": 1.0,
+        "by_state2": 1.0,
+        "PER_CHUNK": False,
+        "C": 16,
+        **SCALARS,
+        "chunks": np.array([[start, start + 9, number]], np.int64),
+        "parts": np.array([number, number + 1]),
+        "x": x[0],
+        "s_x": x[1],
+        "y": y[0],
+        "s_y": y[1],
+        "z": z[0],
+        "s_z": z[1],
+        "w": y[0],
+        "s_w": y[1],
+        "r": out,
+        "s_r": (0, 0, 0, DZ, 1),
+        "borders": border,
+        "s_borders": steps,
+        "state": state,
+        "s_state": steps,
+        "after": state,
+        "s_after": (0, 0, 0, 0, DZ, 1),
+        "d": z[0],
+        "s_d": z[1],
+    }
+    tokens = {"x": D, "y": D, "z": DZ, "w": D, "d": DZ, "r": DZ, "gate0": 1, "gate1": 1, "gate2": 1, "result": 1}
+    before = {name: start * width for name, width in tokens.items()}
+    passes = {**before, "borders": number * D * DZ, "chunks": 3 * number, "parts": 0}
+    result = np.full(9, np.nan, np.float32)
+    sums = [np.full(9, np.nan, np.float32) for _ in range(2)]
+    clock = {"log_decay": high, "s_log_decay": (0, 0, 0, 1), "mask": None, "starts": None, "s_out": (0, 0, 0, 1)}
+    clock |= {"high": sums[0], "low": sums[1], "era": np.zeros(9, np.int32)}
+    states = [np.full((1, *shape), np.nan, np.float32) for shape in ((D, D), (D, DZ))]
+    token = {
+        "streams": (x[0], y[0], z[0]),
+        "s_streams": (x[1], y[1], z[1]),
+        "output": out,
+        "s_output": (0, 0, 0, DZ, 1),
+        "log_decay": high,
+        "s_log_decay": (0, 0, 0, 1),
+        "mask": None,
+        "s_mask": (0,),
+        "starts": None,
+        "s_starts": (0,),
+        "before": (None, None),
+        "s_before": ((0,), (0,)),
+        "after": tuple(states),
+        "eps": 0.0,
+        "s_after": tuple((0, 0, 0, x[0].size, x.shape[2], 1) for x in states),
+        "factors": (1.0,) * 6,
+        "DV": DZ,
+        "bounds": np.array([start, start + 9], np.int64),
+        "part_count": 1,
+        "T": start + 9,
+        "LINES": HLA2[0],
+        "WIDTHS": (D, D, DZ, 1, D, DZ),
+        "OUTPUT": (5,),
+        "weights": (1.0,),
+        "MASSES": (),
+        "masses": (),
+    }
+    far_tokens = {"q": start * D, "k": start * D, "v": start * DZ, "output": start * DZ, "log_decay": start}
+    return {
+        "chain": (common, passes, [out, border]),
+        "state": (common, passes, [border]),
+        "read": (common, {**before, "state": number * D * DZ}, [out]),
+        "rate": ({**common, "result": result, "s_result": (0, 0, 0, 1)}, before, [result]),
+        "clock": ({**common, **clock}, dict.fromkeys(("log_decay", "high", "low", "era"), start), sums),
+        "token": (token, far_tokens, [out, *states]),
+    }
+
+
+@pytest.mark.parametrize("kernel", ["clock", "chain", "state", "read", "rate", "token"])
+def test_offsets_beyond_32_bits(kernel: str) -> None:
+    """Numbers of tokens, chunks and sequences that need 64 bits once they are multiplied by a stride, at pointers that
+    lie as far before the memory that is used: the results are those of the first ones."""
+    variant = {"clock": (16, 0), "token": (0, 0), "rate": (16, 32)}.get(kernel, (16, 16))
+    found = []
+    for far in (False, True):
+        arguments, before, outputs = far_arguments(far)[kernel]
+        ck.launch_far(kernel, FLOAT, variant, arguments, before)
+        assert all(np.isfinite(x).all() for x in outputs)
+        found.append(outputs)
+    for near, far_away in zip(*found, strict=True):
+        np.testing.assert_array_equal(near, far_away)
+
+
+# ---- planted faults
+
+
+def planted(folder: Path, file: str, old: str, new: str, count: int = 1) -> Path:
+    """A copy of the kernels with a fault."""
+    for path in ck.KERNELS.iterdir():
+        if path.suffix in (".cu", ".cuh"):
+            (folder / path.name).write_text(path.read_text())
+    text = (folder / file).read_text()
+    assert text.count(old) >= 1, f"{file} has changed: {old!r}"
+    (folder / file).write_text(text.replace(old, new, count))
+    return folder
+
+
+@pytest.mark.usefixtures("every_order")
+def test_a_missing_barrier_is_found(tmp_path: Path) -> None:
+    old = "put_pairs(pairs, product, k, pass, second ? pass.power2 : pass.power);\n      __syncthreads();"
+    folder = planted(tmp_path, "read.cu", old, old.replace("__syncthreads();", ""))
+    with pytest.raises(cpu.KernelError, match="depends on the order of threads"):
+        selection(folder, "read")
+
+
+def test_a_bound_that_is_off_by_one_is_found(tmp_path: Path) -> None:
+    folder = planted(tmp_path, "views.cuh", "if (column + i < to.width)", "if (column + i <= to.width)")
+    with pytest.raises(cpu.KernelError, match=r"a store .* past the end of argument"):
+        selection(folder, "state")
+
+
+def test_a_load_that_is_not_aligned_is_found(tmp_path: Path) -> None:
+    folder = planted(tmp_path, "views.cuh", "reinterpret_cast<size_t>(at) % aligned == 0", "true")
+    time = ck.Time(19, 16)
+    sizes = {"D": 12, "DZ": 9, "DW": 1}
+    with pytest.raises(cpu.KernelError, match="misaligned"):
+        check_chain(FLOAT, (16, 16), time, ck.no_gate(19), **sizes, layout="shifted", alone=True, folder=folder)
+
+
+def test_shared_memory_without_a_value_is_found(tmp_path: Path) -> None:
+    old = "for (int i = 0; i < 4; ++i) v[i] = 0;"
+    folder = planted(tmp_path, "views.cuh", old, old.replace("4", "0"))
+    with pytest.raises(AssertionError):
+        selection(folder, "chain")
+
+
+@pytest.mark.sanitizers
+def test_sanitizers_find_nothing() -> None:
+    for build in ("address", "thread"):
+        assert cpu.sanitized(build, selection).faults == ()
+
+
+@pytest.mark.sanitizers
+def test_the_thread_build_finds_a_missing_barrier(tmp_path: Path) -> None:
+    folder = planted(tmp_path, "chain.cu", "VALID | LEAVES);\n    __syncthreads();", "VALID | LEAVES);")
+    faults = cpu.sanitized("thread", selection, folder, "chain").faults
+    assert {fault.kind for fault in faults} == {"data race"}
+
+
+@pytest.mark.sanitizers
+def test_the_address_build_finds_a_load_past_the_end(tmp_path: Path) -> None:
+    folder = planted(tmp_path, "views.cuh", "there && column + i < from.width", "there && column + i <= from.width")
+    faults = cpu.sanitized("address", selection, folder, "state").faults
+    assert [fault.kind for fault in faults] == ["heap-buffer-overflow"]
+
+
+# ---- what Python says of the kernels is what they say
+
+
+def test_constants_are_those_of_the_source() -> None:
+    text = (ck.KERNELS / "tile.cuh").read_text() + (ck.KERNELS / "views.cuh").read_text()
+    for name in ("PAD", "SLAB", "ROWS", "THREADS"):
+        assert f"constexpr int {name} = {getattr(parameters, name)};" in text

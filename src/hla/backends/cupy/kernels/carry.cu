@@ -12,7 +12,7 @@ struct CarryParameters {
 };
 
 template <class A>
-__global__ void __launch_bounds__(THREADS) carry(
+__global__ void __launch_bounds__(THREADS, RESIDENT<A>) carry(
     const void* total, const void* through, const void* initial, void* before, void* final,
     const __grid_constant__ CarryParameters p) {
   const i64 blocks = (p.D * p.DZ + THREADS - 1) / THREADS;

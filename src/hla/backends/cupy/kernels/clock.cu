@@ -16,7 +16,7 @@ template <> struct Lowest<double> { static constexpr double log = -750.; };
 
 // A block takes THREADS / C chunks.
 template <class A, int C>
-__global__ void __launch_bounds__(THREADS) clock(
+__global__ void __launch_bounds__(THREADS, RESIDENT<A>) clock(
     const void* log_decay, const unsigned char* mask, const unsigned char* starts, A* high, A* low, int* era,
     const i64* chunks, const __grid_constant__ ClockParameters p) {
   extern __shared__ __align__(16) unsigned char raw[];

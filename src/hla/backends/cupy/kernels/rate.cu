@@ -93,11 +93,13 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) rate(
       right[row] = k.flags[row] & LEAVES ? to_right * k.leave[row] * A(p.by_right) : A(0);
     }
     #pragma unroll
-    for (int j = 0; j < M; ++j) {
-      const int column = threadIdx.x % SIDE * M + j;
-      pairs[row * WIDE + column] =
-          paired(product[i][j] * weights[i][j], k, row, column, pass, false, pass.power) * A(p.by_pair);
-    }
+    for (int j = 0; j < M; ++j) pairs[row * WIDE + threadIdx.x % SIDE * M + j] = product[i][j] * weights[i][j];
+  }
+  #pragma unroll 1
+  for (int i = 0; i < M * M; ++i) {  // its own ones again
+    const int row = own_row + i / M, column = threadIdx.x % SIDE * M + i % M;
+    A& own = pairs[row * WIDE + column];
+    own = paired(own, k, row, column, pass, false, pass.power) * A(p.by_pair);
   }
   #pragma unroll
   for (int lane = 16; lane > 0; lane /= 2) span += __shfl_xor_sync(0xffffffffu, span, lane);

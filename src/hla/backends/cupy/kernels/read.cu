@@ -63,9 +63,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) read(
       __syncthreads();
     }
     reach(across, k, second ? k.reach2 : k.reach, pass.decay);
-    const A by_state = A(p.by[term].state), by_pair = A(p.by[term].pair);
-    A inside[M][N];
-    clear(inside);
+    add(total, across, A(p.by[term].state));
     if (y_of) {
       const Plane<A> z_rows = stream<A>(second ? z2 : z, view.z, b, p.DZ);
       load_rows<C, BZ, BZ>(rows, z_rows, start, column, k.flags, VALID);
@@ -80,13 +78,12 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<A>) read(
       }
       put_pairs(pairs, product, k, pass, second ? pass.power2 : pass.power);
       __syncthreads();
+      A inside[M][N];
+      clear(inside);
       multiply<M, N, STRIDE, BZ>(inside, pairs, rows, C);
+      add(total, inside, A(p.by[term].pair));
       __syncthreads();
     }
-    #pragma unroll
-    for (int i = 0; i < M; ++i)
-      #pragma unroll
-      for (int j = 0; j < N; ++j) total[i][j] += across[i][j] * by_state + inside[i][j] * by_pair;
   }
 
   const Plane<A> to = stream<A>(r, p.r, b, p.DZ);

@@ -154,6 +154,14 @@ template <int M, int N, class A> __device__ __forceinline__ void clear(A (&v)[M]
     for (int j = 0; j < N; ++j) v[i][j] = 0;
 }
 
+// sum += by · v.
+template <int M, int N, class A> __device__ __forceinline__ void add(A (&sum)[M][N], const A (&v)[M][N], A by) {
+  #pragma unroll
+  for (int i = 0; i < M; ++i)
+    #pragma unroll
+    for (int j = 0; j < N; ++j) sum[i][j] += v[i][j] * by;
+}
+
 // The products of all pairs of a chunk times their factors, as the left operand of pairs · z. A thread takes up its own
 // products again from shared memory, column by column, so that few numbers are in registers at once.
 template <class A, int C>
