@@ -1,20 +1,23 @@
-"""The Triton backend on a GPU: first its tests on that device, then times, against peers and the memory's rate.
+"""Backends with kernels on a GPU: first their tests on that device, then times, against peers and the memory's rate.
 
 One command, and one file to plot from:
 
-    python benchmarks/gpu.py --json FILE [--no-tests] [--sizes B,T,H,d;…] [--dtype bfloat16] [--rounds 20]
+    python benchmarks/gpu.py --json FILE [--backends triton,cupy] [--no-tests] [--sizes B,T,H,d;…] [--dtype bfloat16]
+        [--rounds 20]
 
-Forward, and forward with backward: hla2, ahla, hla3 and linear_attention on Triton, hla2 on the torch backend, causal
-softmax attention (torch's SDPA, flash), and, where flash-linear-attention is installed, its pass once and HLA₂ as two
-of its passes. Decode: one step of hla2 in place, replayed as a CUDA graph, against a copy of the state. All take turns
-within one run; before each sample the caches are overwritten. The share of the ceiling is the traffic that
-`hla.cost` counts over the time, as part of the rate of a large copy.
+Forward, and forward with backward: hla2, ahla, hla3 and linear_attention on each backend, hla2 on the torch backend,
+causal softmax attention (torch's SDPA, flash), and, where flash-linear-attention is installed, its pass once and HLA₂
+as two of its passes. "cupy" gets the same tensors, through DLPack, and its gradient is `hla.vjp`. Decode: one step of
+hla2 in place, replayed as a CUDA graph, against a copy of the state. All take turns within one run; before each sample
+the caches are overwritten. The share of the ceiling is the traffic that `hla.cost` counts over the time, as part of
+the rate of a large copy.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import os
 import statistics
@@ -34,13 +37,16 @@ SIZES = "1,8192,96,128;1,8192,96,64;4,2048,32,128;1,65536,8,128;1,512,32,64"
 OPERATORS = ("hla2", "ahla", "hla3", "linear_attention")
 OPTIONS: dict[str, Any] = {"decay": 0.99}
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = tuple(f"tests/test_triton{name}.py" for name in ("", "_gradients", "_library", "_large"))
+TRITON = tuple(f"tests/test_triton{name}.py" for name in ("", "_gradients", "_library", "_large"))
+TESTS = {"triton": ("--arrays=torch", *TRITON), "cupy": ("--arrays=cupy", "tests")}
+"""By backend: what pytest is told, with HLA_TEST_DEVICE in the environment."""
 Call = Callable[[], Any]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="cuda, xpu; cpu is for trying the script in the interpreter")
+    parser.add_argument("--backends", default="triton", help="triton, cupy or both, separated by a comma")
     parser.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16", "float32"))
     parser.add_argument("--sizes", default=SIZES, help="B,T,H,d, separated by semicolons")
     parser.add_argument("--rounds", type=int, default=20)
@@ -53,14 +59,16 @@ def main() -> int:
         return 2
     found: dict[str, Any] = {"machine": machine(device), "tests": None, "rows": []}
     print(json.dumps(found["machine"]))
+    backends = tuple(arguments.backends.split(","))
     if not arguments.no_tests:
-        found["tests"] = run_tests(device)
+        found["tests"] = max(run_tests(device, TESTS[backend]) for backend in backends)
     clock = Clock(device)
     found["copy_bytes_per_second"] = copy_rate(clock, device, arguments.rounds)
     print(f"copy: {found['copy_bytes_per_second'] / 1e9:.0f} GB/s")
     for size in arguments.sizes.split(";"):
         batch, length, heads, d = map(int, size.split(","))
-        rows = measure(clock, device, getattr(torch, arguments.dtype), (batch, length, heads, d), arguments.rounds)
+        dtype, sizes = getattr(torch, arguments.dtype), (batch, length, heads, d)
+        rows = measure(clock, device, dtype, sizes, arguments.rounds, backends)
         for row in rows:
             if row.get("traffic_bytes"):
                 row["share_of_ceiling"] = row["traffic_bytes"] / row["seconds"] / found["copy_bytes_per_second"]
@@ -74,23 +82,29 @@ def main() -> int:
 
 def machine(device: torch.device) -> dict[str, str]:
     """What the numbers depend on."""
-    import triton
-
+    versions = {name: version(name) for name in ("torch", "triton", "cupy-cuda12x", "cupy-cuda13x")}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "device": name,
         "date": datetime.date.today().isoformat(),
         "hla": hla.__version__,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+        **{name: found for name, found in versions.items() if found},
         "cuda": str(torch.version.cuda),
         "hip": str(torch.version.hip),
     }
 
 
-def run_tests(device: torch.device) -> int:
-    """The backend's tests with their tensors on the device; pytest's exit status."""
-    command = [sys.executable, "-m", "pytest", "-q", "--arrays=torch", *TESTS]
+def version(distribution: str) -> str:
+    """Of what is installed; empty where it is not."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def run_tests(device: torch.device, words: tuple[str, ...]) -> int:
+    """A backend's tests with their arrays on the device; pytest's exit status."""
+    command = [sys.executable, "-m", "pytest", "-q", *words]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "HLA_TEST_DEVICE": str(device)}, check=False).returncode
 
 
@@ -139,19 +153,26 @@ def copy_rate(clock: Clock, device: torch.device, rounds: int) -> float:
 
 
 def measure(
-    clock: Clock, device: torch.device, dtype: torch.dtype, size: tuple[int, int, int, int], rounds: int
+    clock: Clock,
+    device: torch.device,
+    dtype: torch.dtype,
+    size: tuple[int, int, int, int],
+    rounds: int,
+    backends: tuple[str, ...],
 ) -> list[dict[str, Any]]:
     batch, length, heads, d = size
     q, k, v = (torch.randn(batch, heads, length, d, device=device, dtype=dtype) * d**-0.25 for _ in range(3))
     cotangent = torch.randn_like(v)
     rows: list[dict[str, Any]] = []
-    attend = contenders(length)
+    attend = contenders(backends)
     name = str(dtype).removeprefix("torch.")
 
     def forward(function: Any) -> Call:
         return lambda: function(q, k, v)
 
     def backward(function: Any) -> Call:
+        if hasattr(function, "pulled"):
+            return lambda: function.pulled(q, k, v)(cotangent)
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         return lambda: torch.autograd.grad(function(*inputs), inputs, cotangent)
 
@@ -178,20 +199,27 @@ def measure(
                 row["traffic_bytes"] = cost.traffic_bytes
                 row["traffic_bytes"] += cost.backward_traffic_bytes if what == "backward" else 0
             rows.append(row)
-    rows += decode(clock, device, (q, k, v), rounds, {"B": batch, "H": heads, "d": d, "T": 1, "dtype": name})
+    rows += decode(clock, device, backends, (q, k, v), rounds, {"B": batch, "H": heads, "d": d, "T": 1, "dtype": name})
     return rows
 
 
-def contenders(length: int) -> dict[str, tuple[Any, str | None]]:
+class On:
+    """An operator on a backend."""
+
+    def __init__(self, operator: str, backend: str) -> None:
+        self.operator, self.backend = operator, backend
+        if backend == "cupy":  # whose gradient no autograd records
+            self.pulled = lambda q, k, v: hla.vjp(operator, q, k, v, backend=backend, **OPTIONS)[1]
+
+    def __call__(self, q: Any, k: Any, v: Any) -> Any:
+        return getattr(hla, self.operator)(q, k, v, backend=self.backend, **OPTIONS)
+
+
+def contenders(backends: tuple[str, ...]) -> dict[str, tuple[Any, str | None]]:
     """Functions of q, k, v (B, H, T, d), and the operator whose traffic they have."""
-    found: dict[str, tuple[Any, str | None]] = {}
-    for operator in OPERATORS:
-        function = getattr(hla, operator)
-
-        def on_triton(q: Any, k: Any, v: Any, function: Any = function) -> Any:
-            return function(q, k, v, backend="triton", **OPTIONS)
-
-        found[f"{operator}, triton"] = (on_triton, operator)
+    found: dict[str, tuple[Any, str | None]] = {
+        f"{operator}, {backend}": (On(operator, backend), operator) for backend in backends for operator in OPERATORS
+    }
     found["hla2, torch"] = (lambda q, k, v: hla.hla2(q, k, v, backend="torch", **OPTIONS), None)
     found["softmax, SDPA"] = (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), None)
     try:
@@ -217,27 +245,35 @@ def contenders(length: int) -> dict[str, tuple[Any, str | None]]:
 
 
 def decode(
-    clock: Clock, device: torch.device, inputs: tuple[Any, Any, Any], rounds: int, row: dict[str, Any]
+    clock: Clock,
+    device: torch.device,
+    backends: tuple[str, ...],
+    inputs: tuple[Any, Any, Any],
+    rounds: int,
+    row: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """A step in place against a copy of its state."""
     q, k, v = (x[:, :, 0].contiguous() for x in inputs)
-    _, state = hla.hla2(*(x[:, :, :1] for x in inputs), backend="triton", return_state=True, **OPTIONS)
+    _, state = hla.hla2(*(x[:, :, :1] for x in inputs), backend="torch", return_state=True, **OPTIONS)
+    state = type(state)(*(x.contiguous() for x in state))
     other = [torch.empty_like(x) for x in state]
 
-    def step() -> None:
-        hla.step(state, q, k, v, backend="triton", inplace=True, **OPTIONS)
+    def step(backend: str) -> Call:
+        return lambda: hla.step(state, q, k, v, backend=backend, inplace=True, **OPTIONS)
 
     def copy() -> None:
         for x, y in zip(state, other, strict=True):
             y.copy_(x)
 
-    calls = {"hla2, triton, step": step, "copy of the state": copy}
+    calls: dict[str, Call] = {f"hla2, {backend}, step": step(backend) for backend in backends}
+    calls["copy of the state"] = copy
     if device.type == "cuda":
         calls = {name: replayed(call) for name, call in calls.items()}
     times = in_turns(clock, calls, rounds)
     moved = hla.cost("hla2", T=1, d=row["d"], dv=row["d"], heads=row["B"] * row["H"], form="recurrent").traffic_bytes
     rows = [{**row, "pass": "decode", "name": name, "seconds": seconds} for name, seconds in times.items()]
-    rows[0]["traffic_bytes"] = moved
+    for one in rows[:-1]:
+        one["traffic_bytes"] = moved
     return rows
 
 

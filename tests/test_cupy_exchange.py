@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,8 @@ torch: Any = libraries.only("torch")
 
 if not cpu.available():
     pytest.skip("with g++", allow_module_level=True)
+
+from hla.backends.cupy import exchange, launch  # noqa: E402
 
 FEW = ("hla2", "ahla", "hla3 printed")
 
@@ -66,8 +71,6 @@ def off(x: Any, wanted: Any) -> float:
 
 def test_memory_is_shared(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> None:
     """Inputs are read where they lie, and a step in place writes to the caller's state."""
-    from hla.backends.cupy import launch
-
     (q, k, v), _, _ = tensors()
     seen: list[Any] = []
     monkeypatch.setattr(launch, "watchers", [seen.append])
@@ -82,6 +85,24 @@ def test_memory_is_shared(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> None:
     assert not any(map(torch.equal, state, before))
     token = next(one for one in seen if one.kernel == "token")
     assert [x.data.ptr for x in token.arguments["after"]] == places
+
+
+def test_the_stream_of_the_tensors(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> None:
+    """Kernels run on torch's current stream, not on CuPy's."""
+    place = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(exchange, "family", lambda x: "torch")
+    with exchange.stream_of(SimpleNamespace(is_cuda=True, device=place)):
+        assert cupy.cuda.get_current_stream().ptr == 77
+    assert cupy.cuda.get_current_stream().ptr != 77
+    inside: list[int] = []
+    monkeypatch.undo()
+    monkeypatch.setattr(backend, "DEVICES", ("cpu",))
+    monkeypatch.setattr(exchange, "stream_of", lambda x: cupy.cuda.ExternalStream(78))
+    monkeypatch.setattr(launch, "watchers", [lambda one: inside.append(cupy.cuda.get_current_stream().ptr)])
+    (q, k, v), _, do = tensors()
+    hla.vjp("hla2", q, k, v, backend="cupy")[1](do)
+    assert set(inside) == {78}
 
 
 def test_only_on_request() -> None:
@@ -133,3 +154,21 @@ def test_guests(cupy: Any) -> None:
             hla.hla2(*given, backend=name)
     with pytest.raises(hla.DTypeError, match=r"^q: expected an array .*builtins\.list"):
         hla.hla2([1.0], [1.0], [1.0], backend="cupy")
+
+
+def test_the_script_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """`benchmarks/gpu.py` measures this backend too."""
+    path = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+    spec = importlib.util.spec_from_file_location("gpu", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    place = torch.device("cpu")
+    rows = script.measure(script.Clock(place), place, torch.float32, (1, 40, 2, 16), 1, ("cupy",))
+    found = {(row["pass"], row["name"]): row for row in rows}
+    ours = [f"{operator}, cupy" for operator in script.OPERATORS]
+    wanted = {(which, name) for which in ("forward", "backward") for name in (*ours, "hla2, torch", "softmax, SDPA")}
+    assert set(found) == {*wanted, ("decode", "hla2, cupy, step"), ("decode", "copy of the state")}
+    assert all(("traffic_bytes" in row) == ("cupy" in name) for (_, name), row in found.items())
+    assert not capsys.readouterr().err, "nothing failed"

@@ -74,11 +74,13 @@ def test_it_names_the_device_to_the_tests(monkeypatch: pytest.MonkeyPatch) -> No
         return subprocess.CompletedProcess(command, 1)
 
     monkeypatch.setattr(script.subprocess, "run", run)
-    assert script.run_tests(torch.device("cuda")) == 1
-    ((command, options),) = seen
-    assert options["env"]["HLA_TEST_DEVICE"] == "cuda"
-    assert command[-len(script.TESTS) :] == list(script.TESTS)
-    assert all((options["cwd"] / file).is_file() for file in script.TESTS)
+    for backend, words in script.TESTS.items():
+        assert script.run_tests(torch.device("cuda"), words) == 1
+        command, options = seen.pop()
+        assert options["env"]["HLA_TEST_DEVICE"] == "cuda"
+        assert command[-len(words) :] == list(words)
+        assert words[0] == ("--arrays=torch" if backend == "triton" else "--arrays=cupy")
+        assert all((options["cwd"] / file).exists() for file in words[1:])
 
 
 def test_without_a_gpu_it_says_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from hla.arrays import Array, dtype_name, family, is_array, loaded
@@ -26,6 +27,17 @@ def take(x: Array) -> Array:
                     'Convert them, or use backend="jax".')
         )  # fmt: skip
     return cupy().from_dlpack(x)
+
+
+def stream_of(x: Array) -> AbstractContextManager[Any]:
+    """A context in which CuPy's current stream is that of another library's array: so that its own work and the kernels
+    stay in order, and are captured together."""
+    torch: Any = loaded("torch")
+    if family(x) != "torch" or not x.is_cuda:
+        return nullcontext()
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    found: AbstractContextManager[Any] = cupy().cuda.ExternalStream(stream, x.device.index)
+    return found
 
 
 def back_to(like: Array) -> Callable[[Array], Array]:

@@ -22,11 +22,11 @@ def run(problem: Problem) -> tuple[Array, States]:
     if arrays.family(problem.v) == "cupy":
         with launch.on(problem.v):
             return execution.compute(ENGINE, problem)
-    adopted = _adopted(problem)
-    with launch.on(adopted.v):
-        output, states = execution.compute(ENGINE, adopted)
-    back = exchange.back_to(problem.v)
-    return back(output), {symbol: back(x) for symbol, x in states.items()}
+    with exchange.stream_of(problem.v):
+        adopted, back = _adopted(problem), exchange.back_to(problem.v)
+        with launch.on(adopted.v):
+            output, states = execution.compute(ENGINE, adopted)
+            return back(output), {symbol: back(x) for symbol, x in states.items()}
 
 
 def pull(problem: Problem, d_output: Array, d_final: States | None) -> ProblemGradients:
@@ -34,14 +34,14 @@ def pull(problem: Problem, d_output: Array, d_final: States | None) -> ProblemGr
     if arrays.family(problem.v) == "cupy":
         with launch.on(problem.v):
             return execution.differentiate(ENGINE, problem, d_output, d_final)
-    taken = {symbol: exchange.take(x) for symbol, x in (d_final or {}).items()}
-    adopted = _adopted(problem)
-    with launch.on(adopted.v):
-        found = execution.differentiate(ENGINE, adopted, exchange.take(d_output), taken or None)
-    back = exchange.back_to(problem.v)
-    initial = {symbol: back(x) for symbol, x in found.initial.items()}
-    log_decay, scale = (None if x is None else back(x) for x in (found.log_decay, found.scale))
-    return ProblemGradients(back(found.q), back(found.k), back(found.v), log_decay, initial, scale)
+    with exchange.stream_of(problem.v):
+        adopted, back = _adopted(problem), exchange.back_to(problem.v)
+        d, d_states = exchange.take(d_output), {symbol: exchange.take(x) for symbol, x in (d_final or {}).items()}
+        with launch.on(adopted.v):
+            found = execution.differentiate(ENGINE, adopted, d, d_states or None)
+            initial = {symbol: back(x) for symbol, x in found.initial.items()}
+            log_decay, scale = (None if x is None else back(x) for x in (found.log_decay, found.scale))
+            return ProblemGradients(back(found.q), back(found.k), back(found.v), log_decay, initial, scale)
 
 
 def _adopted(problem: Problem) -> Problem:
