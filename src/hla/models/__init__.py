@@ -3,9 +3,12 @@
 Importing this package imports no framework; `Decoder` imports PyTorch when it is first used.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hla.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from hla.nn.torch.decoder import Decoder, DecoderState
 
 __all__ = ["Decoder", "DecoderState", "ModelConfig"]
 
