@@ -392,6 +392,13 @@ def test_the_start_of_training() -> None:
     tokens = torch.randint(VOCABULARY, (4, 40))
     loss = torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     assert float(loss.detach()) == pytest.approx(np.log(VOCABULARY), rel=0.05)
+    shrink = 12**-0.5
+    for block in model.blocks:
+        out, down = block.attention.out_proj.weight.detach(), block.mlp.down_proj.weight.detach()
+        assert float(out.abs().max()) == pytest.approx(shrink * (6 / (WIDTH + WIDTH)) ** 0.5, rel=0.02)
+        assert float(down.std()) == pytest.approx(0.02 * shrink, rel=0.1)
+        assert float(block.mlp.up_proj.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert float(model.embedding.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
 
 
 @pytest.mark.parametrize("kinds", ["hla2", ["ahla", "softmax", "hla3"]], ids=str)
