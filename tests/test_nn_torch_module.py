@@ -276,6 +276,28 @@ def test_gradients_of_gradients() -> None:
     assert float((x.grad * step).sum()) == pytest.approx((moved[0] - moved[1]) / 2, rel=1e-6)
 
 
+def test_gradients_per_example() -> None:
+    layer, x = make(RICH), tokens()
+    given = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def loss(parameters: Any, row: Any) -> Any:
+        return torch.func.functional_call(layer, parameters, (row[None],)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(given, x)
+    for row in range(BATCH):
+        want = torch.func.grad(loss)(given, x[row])
+        for name, g in want.items():
+            assert float((found[name][row] - g).abs().max()) <= 1e-10 * float(g.abs().max()), name
+
+
+def test_export() -> None:
+    layer = make({"operator": "hla2", "rotary": True})
+    shapes = ({1: torch.export.Dim("T", min=2, max=1000)},)
+    program = torch.export.export(layer, (tokens(),), dynamic_shapes=shapes).module()
+    longer = tokens(shape=(BATCH, 29, D_MODEL))
+    assert_equal({"y": program(longer).detach()}, {"y": layer(longer).detach()})
+
+
 def test_deterministic_algorithms() -> None:
     layer = make(RICH)
     torch.use_deterministic_algorithms(True)

@@ -274,7 +274,7 @@ class Decoder(nn.Module):
             if metadata.get("format") != FORMAT:
                 raise ValueError("a safetensors file without the mark of a model")
             config = ModelConfig.from_json(metadata["config"])
-            model = cls(config, device="meta", dtype=tensors["embedding.weight"].dtype)
+            model = cls(config, device="meta")
             model.load_state_dict(tensors, strict=True, assign=True)
         except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
             got = f"{os.fspath(path)}: {error}"
