@@ -20,6 +20,8 @@ libraries.only("numpy")
 KERNELS = Path(parameters.__file__).parent / "kernels"
 RESIDENT = {"float": 2, "double": 1}
 """Blocks of 256 threads that a multiprocessor's 65,536 registers are to hold, as in kernels/views.cuh."""
+EVERY = "sm_90"
+"""What every variant is compiled for."""
 SPILLS = 64
 """Bytes of a thread's stores and loads that are put up with: outside of the loops over features, a few a chunk."""
 SIZES = {"D": 128, "DW": 128, "DZ": 128, "WIDTHS": (128, 128, 128, 1, 128, 128), "after": (None,) * 2}
@@ -32,10 +34,16 @@ def variants(kernel: str, kind: str) -> list[tuple[int, int]]:
     return [v for v in parameters.VARIANTS[kernel] if kind == "float" or v[0] <= 32]
 
 
+def tested(kernel: str, kind: str, architecture: str) -> list[tuple[int, int]]:
+    """All for one GPU, the defaults for the others: all of them together take minutes, and are in the table."""
+    return variants(kernel, kind)[: None if architecture == EVERY else 1]
+
+
 @cache
-def compiled(kernel: str, architecture: str) -> nvrtc.Compiled:
-    """All of a kernel's variants."""
-    names = [parameters.name(kernel, kind, *v) for kind in RESIDENT for v in variants(kernel, kind)]
+def compiled(kernel: str, architecture: str, every: bool = False) -> nvrtc.Compiled:
+    """A kernel's variants, those that are tested or every one."""
+    found = [(kind, v) for kind in RESIDENT for v in variants(kernel, kind)]
+    names = [parameters.name(kernel, kind, *v) for kind, v in found if every or v in tested(kernel, kind, architecture)]
     return nvrtc.compile(KERNELS / f"{kernel}.cu", architecture, kernels=names)
 
 
@@ -44,10 +52,10 @@ def compiled(kernel: str, architecture: str) -> nvrtc.Compiled:
 @pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
 def test_what_kernels_take(kernel: str, architecture: str) -> None:
     made = compiled(kernel, architecture)
-    print(table(kernel, architecture))
     for kind, resident in RESIDENT.items():
-        for variant in variants(kernel, kind):
+        for variant in tested(kernel, kind, architecture):
             usage = made.usage[parameters.name(kernel, kind, *variant)]
+            print(architecture, parameters.name(kernel, kind, *variant), usage)
             assert 0 < usage.registers <= min(255, 65_536 // parameters.THREADS // resident), variant
             assert usage.spills <= SPILLS, variant
             assert usage.shared == 0, "all shared memory is dynamic"
@@ -58,7 +66,7 @@ def test_what_kernels_take(kernel: str, architecture: str) -> None:
 @pytest.mark.parametrize("kernel", parameters.VARIANTS)
 @pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
 def test_some_variant_fits_into_shared_memory(kernel: str, architecture: str) -> None:
-    """At d = dv = 128, for each number of tokens per chunk; in float64 for the chain only from sm_80 on."""
+    """At d = dv = 128, for each number of tokens per chunk."""
     for kind in RESIDENT:
         for chunk in {c for c, _ in variants(kernel, kind)}:
             least = min(
@@ -69,7 +77,7 @@ def test_some_variant_fits_into_shared_memory(kernel: str, architecture: str) ->
 
 def table(kernel: str, architecture: str) -> str:
     """Of every variant: registers, spilt bytes, and bytes of shared memory at d = dv = 128."""
-    made, lines = compiled(kernel, architecture), []
+    made, lines = compiled(kernel, architecture, every=True), []
     for kind in RESIDENT:
         for variant in variants(kernel, kind):
             name = parameters.name(kernel, kind, *variant)

@@ -586,7 +586,7 @@ def check_token(
         "streams": of_streams,
         "s_streams": tuple((0,) if x is None else ck.strides(x) for x in of_streams),
         "before": tuple(full),
-        "s_before": tuple((0,) if x is None else ck.strides(x) for x in before),
+        "s_before": tuple((0,) if x is None else ck.strides(x) for x in full),
         "after": tuple(after),
         "s_after": tuple(map(ck.strides, after)),
         "bounds": np.array(bounds, np.int64) if offsets else None,
