@@ -506,11 +506,14 @@ def test_states_of_bfloat16_are_float32() -> None:
     assert abs(float(out[-1]) / (want * 2.0**-7) - 1.0) <= 2 * 2.0**-8
     _, state = run("linear_attention", k[:40], k[:40], v[:40], form="recurrent", return_state=True)
     assert float(state[0]) == 1.0 + 39 * 2.0**-13
+    k, v = k[: 30 * 16], v[: 30 * 16]  # in one part, so that one pass makes both states
     one = torch.zeros_like(k)
     one[0] = 1.0  # hla2: S = 1, u = q, F = Σ q v; ahla: P = 1, w = q, E = Σ k q
     for name, values in (("hla2", (k, one, v)), ("ahla", (k, v, one))):
-        _, state = run(name, *values, chunk_size=16, return_state=True)
-        assert [float(x) for x in state] == [1.0, want], name
+        with Launched() as kernels:
+            _, state = run(name, *values, chunk_size=16, return_state=True)
+        assert kernels["chain"] == 1
+        assert [float(x) for x in state] == [1.0, 1.0 + (len(k) - 1) * 2.0**-13], name
 
 
 # --- one sequence in parts ---------------------------------------------------------------------------------------
@@ -767,6 +770,33 @@ def test_bad_values_stay_in_their_sequence(name: str, packed: str, form: str) ->
             start = token // CHUNK * CHUNK
             safe[1, start : start + CHUNK] = False
         same(found, clean, safe, f"{value} in {which}")
+
+
+@overflowing
+@pytest.mark.parametrize("border", ["segment_ids", "log_decay"])
+@pytest.mark.parametrize("name", ["linear_attention", "hla2", "ahla"])
+def test_bad_values_stay_in_their_part_of_a_chunk(name: str, border: str) -> None:
+    """One chunk holds several sequences, or a reset: what is bad before is not behind."""
+    values = placed(dict(zip("qkv", draw(16), strict=True)) | {"log_decay": torch.full((2, 16), -0.1)})
+    behind = torch.arange(16) >= 9
+    options = {"chunk_size": CHUNK} | ({"segment_ids": behind.long()} if border == "segment_ids" else {})
+    if border == "log_decay":
+        values["log_decay"][:, 9] = -300.0
+    clean = run(name, **values, **options)
+    for which in values:
+        found = run(name, **bad(values, which, 5), **options)
+        same(found[1], clean[1], behind, which)
+        assert found[1, 5].isnan().all()
+
+
+@overflowing
+def test_an_overflow_between_two_stages_shows() -> None:
+    """Finite inputs, a first result that is not: nor is what is computed of it."""
+    values = placed({"q": torch.ones(16, 5), "k": torch.ones(16, 5), "v": torch.ones(16, 7)})
+    values["v"][5] = 3e38
+    found = run("ahla", **values, log_decay=torch.full((16,), -0.1), chunk_size=CHUNK)
+    assert found[:5].isfinite().all()
+    assert not found[5:].isfinite().any()
 
 
 @overflowing
