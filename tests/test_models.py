@@ -265,6 +265,12 @@ def test_probabilities(temperature: float, top_k: int | None, top_p: float | Non
     assert np.allclose(found.numpy(), want, rtol=1e-12, atol=0)
 
 
+def test_top_p_at_the_border() -> None:
+    """Two of four equal ones are one half exactly: no third is kept."""
+    found = probabilities(torch.zeros(1, 4), 1.0, None, 0.5)
+    assert found.tolist() == [[0.5, 0.5, 0.0, 0.0]]
+
+
 def test_temperature_zero_takes_the_likeliest() -> None:
     logits = torch.randn(3, VOCABULARY, dtype=torch.bfloat16)
     found = probabilities(logits, 0.0)
@@ -360,6 +366,13 @@ def test_damaged_files(tmp_path: Path) -> None:
     load(r"norm\.weight")
     with pytest.raises(FileNotFoundError):
         Decoder.load(tmp_path / "nothing")
+
+
+def test_inner_size() -> None:
+    """8/3 of the width, rounded up to a multiple of 8, or as told."""
+    assert [config(d_model=width, attention={}).inner for width in (24, 25, 256)] == [64, 72, 688]
+    assert Decoder(config(hidden_size=10)).blocks[0].mlp.up_proj.weight.shape == (10, WIDTH)
+    assert Decoder(config()).blocks[0].mlp.up_proj.weight.shape == (64, WIDTH)
 
 
 def test_config_as_text() -> None:

@@ -452,7 +452,8 @@ class HigherOrderAttention(nn.Module):
         options = self.options
         name, fields = "", []
         if options.causal:
-            empty = operator.init_state((1, 1, 1), options.head_dim, options.value_dim, device="meta")
+            wide = accumulation_dtype(self.q_proj.weight)
+            empty = operator.init_state((1, 1, 1), options.head_dim, options.value_dim, device="meta", dtype=wide)
             name = type(empty).__name__
             fields = [
                 _Field(f, f == "key_moment", tuple(x.shape[3:])) for f, x in zip(empty._fields, empty, strict=True)

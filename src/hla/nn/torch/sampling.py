@@ -39,7 +39,6 @@ def probabilities(
         kept = kept / kept.sum(-1, keepdim=True)
     if top_p is not None:
         before = kept.cumsum(-1) - kept
-        before[..., 0] = 0.0
         kept = torch.where(before < top_p, kept, 0.0)
         kept = kept / kept.sum(-1, keepdim=True)
     return torch.zeros_like(kept).scatter(-1, order, kept)
