@@ -21,7 +21,7 @@ KERNELS = Path(parameters.__file__).parent / "kernels"
 RESIDENT = {"float": 2, "double": 1}
 """Blocks of 256 threads that a multiprocessor's 65,536 registers are to hold, as in kernels/views.cuh."""
 EVERY = "sm_90"
-"""What every variant is compiled for."""
+"""What all variants are compiled for."""
 SPILLS = 64
 """Bytes of a thread's stores and loads that are put up with: outside of the loops over features, a few a chunk."""
 SIZES = {"D": 128, "DW": 128, "DZ": 128, "WIDTHS": (128, 128, 128, 1, 128, 128), "after": (None,) * 2}
@@ -34,16 +34,19 @@ def variants(kernel: str, kind: str) -> list[tuple[int, int]]:
     return [v for v in parameters.VARIANTS[kernel] if kind == "float" or v[0] <= 32]
 
 
-def tested(kernel: str, kind: str, architecture: str) -> list[tuple[int, int]]:
-    """All for one GPU, the defaults for the others: all of them together take minutes, and are in the table."""
-    return variants(kernel, kind)[: None if architecture == EVERY else 1]
+def chosen(kernel: str, kind: str, architecture: str) -> list[tuple[int, int]]:
+    """All of float32 and one of float64 for one GPU, the default for the others: all together take minutes."""
+    found = variants(kernel, kind)
+    if architecture == EVERY:
+        return found if kind == "float" else found[:1]
+    return found[:1] if kind == "float" else []
 
 
 @cache
 def compiled(kernel: str, architecture: str, every: bool = False) -> nvrtc.Compiled:
-    """A kernel's variants, those that are tested or every one."""
+    """A kernel's variants, those that are chosen or every one."""
     found = [(kind, v) for kind in RESIDENT for v in variants(kernel, kind)]
-    names = [parameters.name(kernel, kind, *v) for kind, v in found if every or v in tested(kernel, kind, architecture)]
+    names = [parameters.name(kernel, kind, *v) for kind, v in found if every or v in chosen(kernel, kind, architecture)]
     return nvrtc.compile(KERNELS / f"{kernel}.cu", architecture, kernels=names)
 
 
@@ -53,7 +56,7 @@ def compiled(kernel: str, architecture: str, every: bool = False) -> nvrtc.Compi
 def test_what_kernels_take(kernel: str, architecture: str) -> None:
     made = compiled(kernel, architecture)
     for kind, resident in RESIDENT.items():
-        for variant in tested(kernel, kind, architecture):
+        for variant in chosen(kernel, kind, architecture):
             usage = made.usage[parameters.name(kernel, kind, *variant)]
             print(architecture, parameters.name(kernel, kind, *variant), usage)
             assert 0 < usage.registers <= min(255, 65_536 // parameters.THREADS // resident), variant

@@ -397,6 +397,7 @@ def rate_of(time: ck.Time, gate: ck.Gate, options: dict[str, Any], *arrays: Any)
         for n, (start, stop, _) in enumerate(time.chunks):
             f = factors(gate, b, time, n, strict)
             before, behind = state[b][n], after[b][n]
+            products = None if d is None else (x[b] @ y[b].T) * (d[b] @ z[b].T)
             span = 0.0 if f.through is None else f.through**p * by["by_span"] * np.sum(before * behind)
             for s in range(start, stop):
                 if not kept[b][s]:
@@ -413,8 +414,7 @@ def rate_of(time: ck.Time, gate: ck.Gate, options: dict[str, Any], *arrays: Any)
                     for j in range(start, s):
                         pair = f.pair(t, j)
                         if pair is not None and kept[b][t] and kept[b][j]:
-                            products = (x[b][t] @ y[b][j]) * (z[b][j] @ d[b][t])
-                            total += by["by_pair"] * pair**p * products
+                            total += by["by_pair"] * pair**p * products[t, j]
                 result[b][s] += p * total
     return result
 
