@@ -353,6 +353,21 @@ def test_sharded(tmp_path: Any) -> None:
     assert [process.returncode for process in running] == [0, 0], said
 
 
+FRESH = """
+import torch
+from hla.nn.torch import HigherOrderAttention
+layer = HigherOrderAttention(16, 4, dtype=torch.float64, feature_map="softmax", causal=False)
+x = torch.randn(2, 7, 16, dtype=torch.float64)
+found = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+assert torch.allclose(found, layer(x), rtol=1e-12, atol=1e-12)
+"""
+
+
+def test_the_first_call_of_a_process_may_be_compiled() -> None:
+    """No table that an eager call would have filled is missing."""
+    subprocess.run([sys.executable, "-c", FRESH], capture_output=True, check=True, timeout=300)
+
+
 # --- training --------------------------------------------------------------------------------------------------------
 
 

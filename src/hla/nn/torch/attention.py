@@ -195,6 +195,8 @@ class HigherOrderAttention(nn.Module):
             RMSNorm((options.num_heads, options.value_dim), options.norm_eps, **placed) if output_norm else None
         )
         self._groups = tuple(map(self._group, groups, self.operators))
+        if feature_map != "identity":  # a first call fills tables of the library, which a tracer must not see change
+            hla.feature_map(torch.ones(1, device="cpu", dtype=accumulation_dtype(self.q_proj.weight)), feature_map)
         order = [head for group in groups for head in group.heads]
         self._back = _runs(tuple(sorted(range(len(order)), key=order.__getitem__)))
         self.reset_parameters()
