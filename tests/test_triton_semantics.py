@@ -6,6 +6,7 @@ races between programs. `nox -s triton-semantics` runs it; ttsem is young and no
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -19,6 +20,8 @@ torch = libraries.only("torch")
 if "ttsem" not in sys.modules:
     pytest.skip("of the session triton-semantics, under ttsem.sanitize", allow_module_level=True)
 launch = pytest.importorskip("hla.backends.triton.launch")
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton warns, and here warnings are errors
 
 BATCH, HEADS, TOKENS, D, DV = 1, 2, 37, 19, 23
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -46,6 +46,8 @@ NAMED = os.environ.get("HLA_TEST_DEVICE")
 DEVICE = torch.device(NAMED or "cpu")
 INTERPRETED = pytest.mark.skipif(NAMED is not None, reason="of the interpreter alone")
 """For tests that are about the interpreter."""
+if NAMED is not None:  # Triton's default, which it warns of where nobody says it; and here warnings are errors
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 OPERATORS = {**SAMPLES, "order 5": ("higher_order", {"order": 5})}
 """By the names of `samples`, and one order more."""
 CHUNKWISE, RECURRENT = {"clock", "chain", "carry", "read", "rate"}, {"token"}
