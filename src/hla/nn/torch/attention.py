@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from hla import arrays
 from hla.errors import DTypeError, OptionError, ShapeError, message
 from hla.nn.options import Decay, HeadGroup, LayerOptions, read_layer_options
 from hla.nn.torch import sequences
+from hla.nn.torch.checks import check_field, check_mask, check_offsets, is_cast, other_layer
 from hla.nn.torch.convolution import ShortConvolution
 from hla.nn.torch.operator import HigherOrderOperator, no_state
 from hla.nn.torch.parts import (
@@ -250,7 +250,7 @@ class HigherOrderAttention(nn.Module):
                 raise OptionError(
                     message("key_padding_mask", "none beside cu_seqlens", "both", "Leave the padding out of x.")
                 )
-            batch = _check_offsets(cu_seqlens, x)
+            batch = check_offsets(cu_seqlens, x)
         if state is not None:
             self._check_state(state, batch, x)
         if key_padding_mask is None:
@@ -493,7 +493,7 @@ class HigherOrderAttention(nn.Module):
         if x.ndim != len(axes) + 1 or x.shape[-1] != self.options.d_model:
             raise ShapeError(message(name, f"shape {layout}", f"{tuple(x.shape)}", "One row for each sequence."))
         own = self.q_proj.weight.dtype
-        if x.dtype != own and not _is_cast(x, own):
+        if x.dtype != own and not is_cast(x, own):
             raise DTypeError(
                 message(name, f"{own}, the dtype of the parameters", f"{x.dtype}",
                         f"Convert it with {name}.to({own}), or use torch.autocast.")
@@ -507,26 +507,19 @@ class HigherOrderAttention(nn.Module):
             )
         names = [(type(s).__name__, s._fields) for s in state.operators]
         if names != [(g.state, tuple(f.name for f in g.fields)) for g in self._groups]:
-            raise _other_layer("operators", [g.state for g in self._groups], [name for name, _ in names])
+            raise other_layer("operators", [g.state for g in self._groups], [name for name, _ in names])
         wide = accumulation_dtype(self.q_proj.weight)
         for group, found in zip(self._groups, state.operators, strict=True):
             kv_heads = sum(count for _, count in group.kv_heads)
             for field, x_field in zip(group.fields, found, strict=True):
                 inside = (kv_heads, 1 if field.keys_only else group.per_kv_head, *field.axes)
-                _check_field(field.name, x_field, (batch, *inside), wide, x)
+                check_field(field.name, x_field, (batch, *inside), wide, x)
         widths = () if self.options.conv_size is None else _widths(self.options)
         if len(state.windows) != len(widths):
-            raise _other_layer("windows", len(widths), len(state.windows))
+            raise other_layer("windows", len(widths), len(state.windows))
         for window, width in zip(state.windows, widths, strict=True):
-            _check_field("windows", window, (batch, (self.options.conv_size or 1) - 1, width), wide, x)
-        _check_field("position", state.position, (batch,), torch.int64, x)
-
-
-def _is_cast(x: Tensor, own: torch.dtype) -> bool:
-    """Whether autocast brings x and parameters of this dtype together."""
-    if not x.dtype.is_floating_point or torch.float64 in (x.dtype, own) or x.is_meta:
-        return False
-    return torch.is_autocast_enabled(x.device.type)
+            check_field("windows", window, (batch, (self.options.conv_size or 1) - 1, width), wide, x)
+        check_field("position", state.position, (batch,), torch.int64, x)
 
 
 def _widths(options: LayerOptions) -> tuple[int, int, int]:
@@ -568,68 +561,3 @@ def _pick(x: Tensor, runs: Runs, axis: int) -> Tensor:
     """x at these indices of an axis; a view where they are consecutive."""
     parts = [x.narrow(axis, start, count) for start, count in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
-
-
-def check_mask(mask: Any, shape: tuple[int, ...], x: Tensor) -> None:
-    """Errors unless a padding mask is bool, of exactly this shape, and beside x."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = f"{mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise DTypeError(
-            message("key_padding_mask", "a bool tensor, True for padding", got,
-                    "Compare first: attention_mask == 0 where 1 means a token.")
-        )  # fmt: skip
-    if mask.shape != shape:
-        raise ShapeError(
-            message("key_padding_mask", f"shape {tuple(shape)}", f"{tuple(mask.shape)}", "One entry for each token.")
-        )
-    if mask.device != x.device:
-        raise hla.MixedArrayError(
-            message("key_padding_mask", f"a tensor on {x.device}, as x", f"{mask.device}", f"Move it to {x.device}.")
-        )
-
-
-def _check_offsets(offsets: Any, x: Tensor) -> int:
-    """The number of packed sequences."""
-    if not isinstance(offsets, Tensor) or offsets.dtype.is_floating_point or offsets.dtype == torch.bool:
-        got = f"{offsets.dtype}" if isinstance(offsets, Tensor) else type(offsets).__name__
-        raise DTypeError(message("cu_seqlens", "an integer tensor (N + 1,)", got, "Pass cumulative lengths."))
-    if offsets.ndim != 1 or offsets.shape[0] < 1:
-        raise ShapeError(message("cu_seqlens", "shape (N + 1,)", f"{tuple(offsets.shape)}", "Pass cumulative lengths."))
-    if x.shape[0] != 1:
-        raise ShapeError(
-            message("x", "shape (1, T, d_model) with cu_seqlens", f"{tuple(x.shape)}", "Put all sequences in one row.")
-        )
-    known = None if arrays.is_compiling() else arrays.host_integers(offsets)
-    if known is not None:
-        if known[0] != 0 or known[-1] != x.shape[1]:
-            got = f"{known[0]} … {known[-1]}"
-            raise OptionError(
-                message("cu_seqlens", f"offsets from 0 to T = {x.shape[1]}", got, "Start at 0 and end at T.")
-            )
-        if any(b < a for a, b in pairwise(known)):
-            raise OptionError(message("cu_seqlens", "non-decreasing offsets", f"{known}", "Pass cumulative lengths."))
-    return int(offsets.shape[0]) - 1
-
-
-def _check_field(name: str, found: Tensor, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> None:
-    if tuple(found.shape[1:]) != shape[1:] or found.ndim != len(shape):
-        raise _other_layer(name, f"(B, {', '.join(map(str, shape[1:]))})", tuple(found.shape))
-    if found.shape[0] != shape[0]:
-        raise ShapeError(
-            message(f"state.{name}", f"a batch of {shape[0]}, as x", f"{found.shape[0]}",
-                    "Use a state for this batch: init_state(batch), or state.reorder(index).")
-        )  # fmt: skip
-    if found.dtype != dtype:
-        raise DTypeError(message(f"state.{name}", f"{dtype}", f"{found.dtype}", "States keep the dtype they came in."))
-    if found.device != x.device:
-        raise hla.MixedArrayError(
-            message(
-                f"state.{name}", f"a tensor on {x.device}, as x", f"{found.device}", "Move it with state.to(device)."
-            )
-        )
-
-
-def _other_layer(name: str, expected: Any, got: Any) -> OptionError:
-    return OptionError(
-        message(f"state.{name}", f"{expected}", f"{got}", "A state serves only layers with the options that made it.")
-    )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hla.errors import DTypeError, OptionError, ShapeError, message
-from hla.nn.torch.attention import check_mask
+from hla.nn.torch.checks import check_mask
 from hla.nn.torch.parts import rotate
 
 

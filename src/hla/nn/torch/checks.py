@@ -1,0 +1,86 @@
+"""What a layer asks of the tensors of a call, and the errors it raises."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hla import arrays
+from hla.errors import DTypeError, MixedArrayError, OptionError, ShapeError, message
+
+
+def is_cast(x: Tensor, own: torch.dtype) -> bool:
+    """Whether autocast brings x and parameters of this dtype together."""
+    if not x.dtype.is_floating_point or torch.float64 in (x.dtype, own) or x.is_meta:
+        return False
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def check_mask(mask: Any, shape: tuple[int, ...], x: Tensor) -> None:
+    """Errors unless a padding mask is bool, of exactly this shape, and beside x."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = f"{mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise DTypeError(
+            message("key_padding_mask", "a bool tensor, True for padding", got,
+                    "Compare first: attention_mask == 0 where 1 means a token.")
+        )  # fmt: skip
+    if mask.shape != shape:
+        raise ShapeError(
+            message("key_padding_mask", f"shape {tuple(shape)}", f"{tuple(mask.shape)}", "One entry for each token.")
+        )
+    if mask.device != x.device:
+        raise MixedArrayError(
+            message("key_padding_mask", f"a tensor on {x.device}, as x", f"{mask.device}", f"Move it to {x.device}.")
+        )
+
+
+def check_offsets(offsets: Any, x: Tensor) -> int:
+    """The number of packed sequences."""
+    if not isinstance(offsets, Tensor) or offsets.dtype.is_floating_point or offsets.dtype == torch.bool:
+        got = f"{offsets.dtype}" if isinstance(offsets, Tensor) else type(offsets).__name__
+        raise DTypeError(message("cu_seqlens", "an integer tensor (N + 1,)", got, "Pass cumulative lengths."))
+    if offsets.ndim != 1 or offsets.shape[0] < 1:
+        raise ShapeError(message("cu_seqlens", "shape (N + 1,)", f"{tuple(offsets.shape)}", "Pass cumulative lengths."))
+    if x.shape[0] != 1:
+        raise ShapeError(
+            message("x", "shape (1, T, d_model) with cu_seqlens", f"{tuple(x.shape)}", "Put all sequences in one row.")
+        )
+    known = None if arrays.is_compiling() else arrays.host_integers(offsets)
+    if known is not None:
+        if known[0] != 0 or known[-1] != x.shape[1]:
+            got = f"{known[0]} … {known[-1]}"
+            raise OptionError(
+                message("cu_seqlens", f"offsets from 0 to T = {x.shape[1]}", got, "Start at 0 and end at T.")
+            )
+        if any(b < a for a, b in pairwise(known)):
+            raise OptionError(message("cu_seqlens", "non-decreasing offsets", f"{known}", "Pass cumulative lengths."))
+    return int(offsets.shape[0]) - 1
+
+
+def check_field(name: str, found: Tensor, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> None:
+    """Errors unless a tensor of a state has this shape, batch first, and dtype, and is beside x."""
+    if tuple(found.shape[1:]) != shape[1:] or found.ndim != len(shape):
+        raise other_layer(name, f"(B, {', '.join(map(str, shape[1:]))})", tuple(found.shape))
+    if found.shape[0] != shape[0]:
+        raise ShapeError(
+            message(f"state.{name}", f"a batch of {shape[0]}, as x", f"{found.shape[0]}",
+                    "Use a state for this batch: init_state(batch), or state.reorder(index).")
+        )  # fmt: skip
+    if found.dtype != dtype:
+        raise DTypeError(message(f"state.{name}", f"{dtype}", f"{found.dtype}", "States keep the dtype they came in."))
+    if found.device != x.device:
+        raise MixedArrayError(
+            message(
+                f"state.{name}", f"a tensor on {x.device}, as x", f"{found.device}", "Move it with state.to(device)."
+            )
+        )
+
+
+def other_layer(name: str, expected: Any, got: Any) -> OptionError:
+    """The error for a state of a layer with other options."""
+    return OptionError(
+        message(f"state.{name}", f"{expected}", f"{got}", "A state serves only layers with the options that made it.")
+    )
