@@ -89,7 +89,7 @@ def tests_jax(session: nox.Session) -> None:
     run_tests(session, "jax", "jax")
 
 
-TRITON_FILES = ("interpreter", "large", "gradients", "library")
+TRITON_FILES = ("interpreter", "large", "gradients", "library", "gpu_script", "planted")
 
 
 @nox.session(name="tests-triton")

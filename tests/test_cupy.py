@@ -23,7 +23,7 @@ if not cpu.available():
     pytest.skip("with g++", allow_module_level=True)
 
 from hla.backends.cupy import launch, parameters  # noqa: E402
-from hla.backends.staged import operations  # noqa: E402
+from hla.backends.staged import forward, operations  # noqa: E402
 
 
 @pytest.fixture
@@ -192,12 +192,15 @@ def test_the_device_of_the_arrays() -> None:
             log_decay, mask = own.full((2, 3, 17), -0.1, np.float32), own.ones((2, 3, 17), bool)
         assert own.cuda.runtime.getDevice() == 0
         offsets = [0, 6, 17]
-        for options in ({"log_decay": log_decay, "token_mask": mask}, {"cu_seqlens": np.array(offsets)}):
-            o, state = hla.hla2(q, k, v, return_state=True, **options)
-            assert {x.device.id for x in (o, *state)} == {1}
-            with own.cuda.Device(1):  # for sums over gradients, which are CuPy's own
-                found = hla.vjp("hla2", q, k, v, **options)[1](o)
-            assert {x.device.id for x in found[:3]} == {1}
+        kinds: list[dict[str, Any]] = [{"log_decay": log_decay, "token_mask": mask}, {"cu_seqlens": np.array(offsets)}]
+        kinds += [{"decay": 0.9}, {"decay": own.cuda.Device(1).use() and own.full((3,), 0.9, np.float32)}]
+        own.cuda.Device(0).use()
+        kinds += [{"segment_ids": np.arange(17) // 6}, {"normalize": True}]
+        for options in kinds:
+            o = hla.hla2(q, k, v, **options)
+            assert o.device.id == 1
+            found = hla.vjp("hla2", q, k, v, **options)[1](o)
+            assert {x.device.id for x in found if x is not None} == {1}
         o, state = hla.step(hla.hla2(q, k, v, return_state=True)[1], q[..., 0, :], k[..., 0, :], v[..., 0, :])
         assert {x.device.id for x in (o, *state)} == {1}
 
@@ -248,6 +251,36 @@ def test_parameters_fit() -> None:
         assert parameters.takes(len(made.states), len(lines), len(names))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_of_shared_heads_are_rounded_once(dtype: str) -> None:
+    """Not for each of the heads whose sum they are."""
+    import ml_dtypes
+
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    rng = np.random.default_rng(3)
+    q = rng.normal(size=(32, 17, 5)).astype(kind)
+    k, v = (rng.normal(size=(1, 17, n)).astype(kind) for n in (5, 7))
+    do = rng.normal(size=(32, 17, 7)).astype(kind)
+    found = hla.vjp("hla2", *map(cupy.asarray, (q, k, v)), decay=0.9)[1](cupy.asarray(do))
+    right = hla.vjp("hla2", *(x.astype(np.float64) for x in (q, k, v)), decay=0.9)[1](do.astype(np.float64))
+    unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+    for x, y in ((found.k, right.k), (found.v, right.v)):
+        off = np.abs(x.get().astype(np.float64) - y)
+        assert (off <= 1.01 * unit * np.abs(y) + 1e-4 * unit * np.abs(y).max() + 1e-5 * np.abs(y).max()).all()
+
+
+def test_a_test_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = hla.backends.get("cupy").check
+    assert check is not None
+    assert check().ok
+    assert "passed its test of itself with CuPy" in check().reason
+    run = operations.run_read
+    monkeypatch.setattr(forward, "run_read", lambda *args, **options: run(*args, **options) * 1.001)
+    verdict = check()
+    assert not verdict.ok
+    assert "hla2, float32, chunkwise: output off by" in verdict.reason
+
+
 # ---- what goes wrong
 
 
@@ -286,6 +319,46 @@ def test_forms() -> None:
         assert hla.explain("hla2", q, k, v, form=form).backend == "numpy"
         with pytest.raises(hla.BackendUnsupportedError, match=f"has the forms recurrent, chunkwise, not {form}"):
             hla.hla2(q, k, v, form=form, backend="cupy")
+
+
+@device_only
+def test_gpus_that_are_too_old() -> None:
+    with standin.install(compute_capability="70") as old:
+        x = old.ones((3, 2), np.float32)
+        assert hla.explain("hla2", x, x, x).backend == "numpy"
+        with pytest.raises(
+            hla.BackendUnsupportedError, match=r"needs a GPU of compute capability 7\.5 or later, not 7\.0"
+        ):
+            hla.hla2(x, x, x, backend="cupy")
+
+
+@device_only
+def test_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    with standin.install() as other:
+        monkeypatch.setattr(other.cuda.runtime, "is_hip", True)
+        assert hla.backends.get("cupy").availability() == (
+            False,
+            "has kernels for NVIDIA GPUs, and this CuPy is for ROCm",
+        )
+
+
+@device_only
+def test_vectors_that_do_not_fit() -> None:
+    with standin.install(shared_memory=65_536, compute_capability="75") as small:
+        q = small.ones((1, 1, 9000), np.float32)
+        with pytest.raises(
+            hla.BackendUnsupportedError, match=r"^d, dv: expected sizes .* 65536 bytes .* d = 9000, dv = 9000"
+        ):
+            hla.linear_attention(q, q, q, form="recurrent")
+
+
+def test_a_broadcast_state_is_not_written_to() -> None:
+    q, k, v = (put(x[..., 0, :]) for x in given())
+    state = hla.init_state("hla2", batch=(2, 3), d=5, dv=7, like=q)
+    shared = state._replace(corrected_state=cupy.broadcast_to(state.corrected_state[:1], state.corrected_state.shape))
+    with pytest.raises(hla.OptionError, match=r"^inplace: expected writable arrays, got a broadcast corrected_state"):
+        hla.step(shared, q, k, v, inplace=True)
+    assert not state.key_moment.get().any()
 
 
 @device_only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ torch: Any = libraries.only("torch")
 if not cpu.available():
     pytest.skip("with g++", allow_module_level=True)
 
-from hla.backends.cupy import exchange, launch  # noqa: E402
+from hla.backends.cupy import exchange, execution, launch  # noqa: E402
 
 FEW = ("hla2", "ahla", "hla3 printed")
 
@@ -92,13 +93,13 @@ def test_the_stream_of_the_tensors(monkeypatch: pytest.MonkeyPatch, cupy: Any) -
     place = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
     monkeypatch.setattr(exchange, "family", lambda x: "torch")
-    with exchange.stream_of(SimpleNamespace(is_cuda=True, device=place)):
+    with warnings.catch_warnings(action="error"), exchange.stream_of(SimpleNamespace(is_cuda=True, device=place)):
         assert cupy.cuda.get_current_stream().ptr == 77
     assert cupy.cuda.get_current_stream().ptr != 77
     inside: list[int] = []
     monkeypatch.undo()
     monkeypatch.setattr(backend, "DEVICES", ("cpu",))
-    monkeypatch.setattr(exchange, "stream_of", lambda x: cupy.cuda.ExternalStream(78))
+    monkeypatch.setattr(execution.exchange, "stream_of", lambda x: cupy.cuda.ExternalStream(78))
     monkeypatch.setattr(launch, "watchers", [lambda one: inside.append(cupy.cuda.get_current_stream().ptr)])
     (q, k, v), _, do = tensors()
     hla.vjp("hla2", q, k, v, backend="cupy")[1](do)
@@ -140,6 +141,17 @@ class Guest:
         return {**self.x.__array_interface__, "version": 3}
 
 
+def test_a_state_that_may_not_be_written_to() -> None:
+    """It is refused before anything is."""
+    (q, k, v), _, _ = tensors()
+    _, state = hla.hla2(q, k, v, return_state=True, backend="cupy")
+    wide = state._replace(corrected_state=state.corrected_state[:, :1].expand(state.corrected_state.shape))
+    before = [x.clone() for x in wide]
+    with pytest.raises(hla.OptionError, match=r"^inplace: expected writable arrays, got a broadcast"):
+        hla.step(wide, q[..., 0, :], k[..., 0, :], v[..., 0, :], inplace=True, backend="cupy")
+    assert all(map(torch.equal, wide, before))
+
+
 def test_guests(cupy: Any) -> None:
     """Objects with `__cuda_array_interface__` alone, options among them, where the backend is named."""
     q, k, v, log_decay, _ = (x.astype(np.float32) for x in draw())
@@ -149,9 +161,21 @@ def test_guests(cupy: Any) -> None:
     assert all(type(x) is cupy.ndarray for x in state)
     wanted = hla.hla2(*(x.astype(np.float64) for x in (q, k, v)), log_decay=log_decay.astype(np.float64))
     assert per_token_error(o.get(), wanted) <= error_budget("hla2", "float32", 17, 5, dv=7)
+    assert hla.explain("hla2", *given, backend="cupy").backend == "cupy"
+    token = [Guest(np.ascontiguousarray(x[..., 0, :])) for x in (q, k, v)]
+    o_t, state = hla.step(state, *token, log_decay=Guest(np.ascontiguousarray(log_decay[..., 0])), backend="cupy")
+    assert type(o_t) is cupy.ndarray
+    value, pull = hla.vjp("hla2", *given, decay=0.9, backend="cupy")
+    found = pull(Guest(np.ones(value.shape, np.float32)))
+    right = hla.vjp("hla2", *(x.astype(np.float64) for x in (q, k, v)), decay=0.9)[1](np.ones(value.shape))
+    for x, y in ((found.q, right.q), (found.v, right.v), (found.decay, right.decay)):
+        assert type(x) is cupy.ndarray
+        assert np.abs(x.get() - y).max() <= 1e-5 * np.abs(y).max()
     for name in (None, "numpy"):
         with pytest.raises(hla.DTypeError, match=r"^q: expected an array .*Guest"):
             hla.hla2(*given, backend=name)
+        with pytest.raises(hla.DTypeError, match=r"^q: expected an array .*Guest"):
+            hla.vjp("hla2", *given, backend=name)
     with pytest.raises(hla.DTypeError, match=r"^q: expected an array .*builtins\.list"):
         hla.hla2([1.0], [1.0], [1.0], backend="cupy")
 

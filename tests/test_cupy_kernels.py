@@ -662,6 +662,11 @@ def rounded(x: np.ndarray, digits: int, least: int, most: int) -> np.ndarray:
     return np.where(np.abs(near) >= 2.0 * 2.0**most, np.copysign(np.inf, x), near)
 
 
+def flushed(x: np.ndarray) -> np.ndarray:
+    """Without the denormals of float32, by way of which bfloat16 is widened and narrowed."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(0.0, x), x)
+
+
 @pytest.mark.parametrize("kind", [FLOAT, DOUBLE])
 @pytest.mark.parametrize(("dtype", "form"), [("float16", (11, -14, 15)), ("bfloat16", (8, -126, 127))])
 def test_every_number_of_16_bits(kind: str, dtype: str, form: tuple[int, int, int]) -> None:
@@ -679,7 +684,7 @@ def test_every_number_of_16_bits(kind: str, dtype: str, form: tuple[int, int, in
     bits = np.arange(1 << 16, dtype=np.uint16)
     own = bits.view(np.float16) if dtype == "float16" else bits
     wide = copied(own, np.zeros(1 << 16, ck.KINDS[kind]))
-    np.testing.assert_array_equal(wide, ck.value(own))
+    np.testing.assert_array_equal(flushed(wide), flushed(ck.value(own)))
     finite = np.sort(wide[np.isfinite(wide)])
     middle = (finite[1:].astype(np.float64) + finite[:-1]) / 2
     middle = np.append(middle, [rounded(finite[-1:], *form)[0] * (1 + 2.0 ** -form[0]), 3e38]).astype(ck.KINDS[kind])
@@ -689,8 +694,9 @@ def test_every_number_of_16_bits(kind: str, dtype: str, form: tuple[int, int, in
             tried = np.append(tried, [1e300, -1e300, 1e-300, np.inf, -np.inf, np.nan, *(middle * (1 + 2.0**-45))])
         want = rounded(tried.astype(np.float64), *form)
     tried = tried[: tried.size // 2 * 2]
-    got = copied(tried, np.zeros(tried.size, own.dtype))
-    np.testing.assert_array_equal(ck.value(got), want[: tried.size])
+    got, want = ck.value(copied(tried, np.zeros(tried.size, own.dtype))), want[: tried.size]
+    denormal = (np.abs(want) <= np.finfo(np.float32).tiny) & (np.abs(got) <= np.finfo(np.float32).tiny)
+    np.testing.assert_array_equal(np.where(denormal, 0.0, got), np.where(denormal, 0.0, want))
 
 
 # ---- what is not finite

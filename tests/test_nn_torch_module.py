@@ -27,7 +27,6 @@ from test_nn_torch import make, tokens  # noqa: E402
 from test_nn_torch_streams import OFFSETS, RICH  # noqa: E402
 
 SOME = [*CAUSAL[:9:2], RICH]
-UNIFORM = {**RICH, "operator": "hla2"}
 
 
 @pytest.fixture(autouse=True)
@@ -211,7 +210,7 @@ def test_compiled_bidirectional() -> None:
 
 
 def test_compiled_with_states() -> None:
-    layer, x = make(UNIFORM), tokens()
+    layer, x = make(RICH), tokens()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def prefill(x: Any, state: Any) -> Any:
@@ -232,7 +231,7 @@ def test_compiled_with_states() -> None:
 
 
 def test_compiled_with_packed_sequences() -> None:
-    layer, x = make(UNIFORM), tokens(shape=(1, TOKENS, D_MODEL))
+    layer, x = make(RICH), tokens(shape=(1, TOKENS, D_MODEL))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     offsets = torch.tensor(OFFSETS)
     y, state = compiled(x, return_state=True, cu_seqlens=offsets)

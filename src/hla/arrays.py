@@ -202,6 +202,8 @@ def unwritable(x: Array) -> str:
     library = family(x)
     if library == "numpy":
         return "" if x.flags.writeable else "a read-only"
+    if library == "cupy":
+        return "a broadcast" if any(step == 0 and n > 1 for n, step in zip(x.shape, x.strides, strict=True)) else ""
     if library != "torch" or is_traced(x):
         return ""
     torch = sys.modules["torch"]
@@ -223,6 +225,15 @@ def writability(x: Array) -> Any:
 def values_at_hand(xp: Namespace, x: Array) -> bool:
     """Whether looking at a value of `x` costs next to nothing: no device to wait for, no transformation to break."""
     return is_numpy(xp) or (getattr(xp, "eager", False) and x.device.type == "cpu")
+
+
+def at_home(x: Any) -> AbstractContextManager[Any]:
+    """A context in which the device of a CuPy array is CuPy's current one, as its functions need it."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not isinstance(x, cupy.ndarray):
+        return _UNCHANGED
+    device: AbstractContextManager[Any] = x.device
+    return device
 
 
 def undisturbed(xp: Namespace, x: Array) -> AbstractContextManager[Any]:

@@ -9,8 +9,8 @@ from hla import arrays
 from hla.arrays import Array
 from hla.backends import Backend, selection
 from hla.checks import Checked, check_call
-from hla.errors import OptionError, ShapeError, message
-from hla.ops import execute
+from hla.errors import DTypeError, OptionError, ShapeError, message
+from hla.ops import Adopted, adopt, execute
 from hla.options import Keywords, Options, read_options, with_signature
 from hla.states import from_arrays, is_state, to_arrays
 
@@ -69,15 +69,40 @@ def vjp(
         (array([3., 2., 1.]), 4.0)
     """
     read = read_options("vjp", dict(options))
-    checked = check_call(operator, q, k, v, read, order)
-    call = selection.call_of(checked.problem, checked.form)
-    backend = selection.resolve(call, read.backend, gradient=True)
-    value = execute(checked, read, backend)
+    try:
+        with arrays.at_home(v):
+            checked = check_call(operator, q, k, v, read, order)
+            call = selection.call_of(checked.problem, checked.form)
+            backend = selection.resolve(call, read.backend, gradient=True)
+            value = execute(checked, read, backend)
+    except DTypeError:
+        adopted = adopt(read.backend, (q, k, v), dict(options))
+        if adopted is None:
+            raise
+        return _adopted_vjp(operator, adopted, order)
 
     def pull(*cotangents: Any) -> Gradients:
-        return input_gradients(checked, read, backend, *_cotangents(checked, value, cotangents))
+        with arrays.at_home(v):
+            return input_gradients(checked, read, backend, *_cotangents(checked, value, cotangents))
 
     return value, pull
+
+
+def _adopted_vjp(operator: str, adopted: Adopted, order: int | None) -> tuple[Any, Callable[..., Gradients]]:
+    """`vjp` of objects that are no arrays: output and gradients as the caller's library has them, states as arrays."""
+    options, back = adopted.options, adopted.back
+    value, pull = vjp(operator, *adopted.inputs, order=order, **options)
+
+    def pulled(*cotangents: Any) -> Gradients:
+        given = cotangents[0] if len(cotangents) == 1 and isinstance(cotangents[0], tuple) else cotangents
+        d, *rest = given
+        taken = adopt(options.get("backend"), (d, d, d), {})
+        found = pull(d if taken is None else taken.inputs[0], *rest)
+        return found._replace(
+            **{name: back(x) for name, x in found._asdict().items() if x is not None and name != "initial_state"}
+        )
+
+    return (back(value[0]), value[1]) if options.get("return_state") else back(value), pulled
 
 
 def input_gradients(checked: Checked, options: Options, backend: Backend, d_output: Array, d_state: Any) -> Gradients:

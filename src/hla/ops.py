@@ -2,7 +2,8 @@ r"""The operators: documentation, checks, dispatch. The mathematics is `hla.fami
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from collections.abc import Callable
+from typing import Any, NamedTuple, Unpack
 
 from hla import arrays
 from hla.arrays import Array
@@ -208,19 +209,36 @@ def _run(function: str, operator: str, q: Any, k: Any, v: Any, given: Any, order
         return compilation.call(operator, q, k, v, given, order)
     options = read_options(function, given)
     try:
-        checked = check_call(operator, q, k, v, options, order)
+        with arrays.at_home(v):
+            return execute(check_call(operator, q, k, v, options, order), options)
     except DTypeError:
-        guests = selection.guests(options.backend)
-        if guests is None:
+        adopted = adopt(options.backend, (q, k, v), given)
+        if adopted is None:
             raise
-        own_q, own_k, own_v = map(guests.take, (q, k, v))
-        if own_q is q and own_k is k and own_v is v:
-            raise
-        taken = {name: guests.take(x) for name, x in given.items()}
-        found = _run(function, operator, own_q, own_k, own_v, taken, order)
-        back = guests.back(v)
-        return (back(found[0]), found[1]) if options.return_state else back(found)
-    return execute(checked, options)
+    own, taken, back = adopted
+    found = _run(function, operator, *own, given=taken, order=order)
+    return (back(found[0]), found[1]) if options.return_state else back(found)
+
+
+class Adopted(NamedTuple):
+    """Objects that are no arrays, as arrays of a backend that was named."""
+
+    inputs: tuple[Array, Array, Array]
+    options: dict[str, Any]
+    back: Callable[[Array], Any]
+    """from an array of the backend to what the caller's library has"""
+
+
+def adopt(backend: Any, inputs: tuple[Any, Any, Any], options: dict[str, Any]) -> Adopted | None:
+    """Take q, k, v and options of a library without an Array API, such as Numba; None where no backend was named that
+    does, or where there is nothing to take."""
+    guests = selection.guests(backend)
+    if guests is None:
+        return None
+    q, k, v = map(guests.take, inputs)
+    if all(x is y for x, y in zip((q, k, v), inputs, strict=True)):
+        return None
+    return Adopted((q, k, v), {name: guests.take(x) for name, x in options.items()}, guests.back(inputs[2]))
 
 
 def execute(checked: Checked, options: Options, backend: Backend | None = None) -> Any:
@@ -273,7 +291,14 @@ def explain(
         ('numpy', 'chunkwise', 'auto')
     """
     read = read_options("explain", dict(options))
-    checked = check_call(operator, q, k, v, read, order)
+    try:
+        with arrays.at_home(v):
+            checked = check_call(operator, q, k, v, read, order)
+    except DTypeError:
+        adopted = adopt(read.backend, (q, k, v), dict(options))
+        if adopted is None:
+            raise
+        return explain(operator, *adopted.inputs, order=order, **adopted.options)
     call = selection.call_of(checked.problem, checked.form)
     backend = selection.resolve(call, read.backend)
     return selection.explain_call(call, read.backend, backend.plain_form(checked.problem))

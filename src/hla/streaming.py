@@ -10,7 +10,7 @@ from hla.arrays import Array
 from hla.backends import selection
 from hla.checks import check_call, check_inputs
 from hla.errors import DTypeError, OptionError, message
-from hla.ops import execute
+from hla.ops import adopt, execute
 from hla.options import NAMES, Options, StepKeywords, unknown_keyword
 from hla.states import State, describe_spec, is_state
 
@@ -74,8 +74,27 @@ def take_step(state: State, q_t: Array, k_t: Array, v_t: Array, given: dict[str,
     if not isinstance(inplace, bool):
         raise OptionError(message("inplace", "True or False", repr(inplace), "Pass a Python bool."))
     _check_order(state, order)
-    check_inputs(q_t, k_t, v_t, 1)
-    q, k, v = (x[..., None, :] for x in (q_t, k_t, v_t))
+    try:
+        check_inputs(q_t, k_t, v_t, 1)
+    except DTypeError:
+        adopted = adopt(options.get("backend"), (q_t, k_t, v_t), given)
+        if adopted is None:
+            raise
+        output, following = take_step(state, *adopted.inputs, adopted.options)
+        return adopted.back(output), following
+    with arrays.at_home(v_t):
+        return _take_step(key, state, (q_t, k_t, v_t), options, inplace, given)
+
+
+def _take_step(
+    key: Any,
+    state: State,
+    token: tuple[Array, Array, Array],
+    options: dict[str, Any],
+    inplace: bool,
+    given: dict[str, Any],
+) -> tuple[Array, State]:
+    q, k, v = (x[..., None, :] for x in token)
     for name in ("log_decay", "token_mask"):
         x = options.get(name)
         if x is not None:
@@ -85,7 +104,8 @@ def take_step(state: State, q_t: Array, k_t: Array, v_t: Array, given: dict[str,
     read = Options(**options, initial_state=state, return_state=True)
     checked = check_call(spec.operator, q, k, v, read, spec.order or None)
     if inplace:
-        checked = checked._replace(problem=replace(checked.problem, overwrite=True))
+        allowed = not any(arrays.family(x) == "jax" or arrays.unwritable(x) for x in state)  # or `_write` will refuse
+        checked = checked._replace(problem=replace(checked.problem, overwrite=allowed))
     backend = selection.resolve(selection.call_of(checked.problem, checked.form), plans.chosen(key, read.backend))
     output, following = execute(checked, read, backend)
     output = output[..., 0, :]

@@ -12,6 +12,10 @@
 
 #include <sys/mman.h>
 
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstdlib>
 #include <string>
@@ -118,6 +122,15 @@ void change(Context& from, Context& to, bool forever = false) {
   __sanitizer_finish_switch_fiber(from.fake, nullptr, nullptr);
 #endif
 }
+
+// Denormals are 0 in a kernel, as CuPy compiles them.
+struct Flush {
+#ifdef __SSE__
+  unsigned before = _mm_getcsr();
+  Flush() { _mm_setcsr(before | 0x8040); }
+  ~Flush() { _mm_setcsr(before); }
+#endif
+};
 
 void enter() {
 #ifdef HLA_CPU_ADDRESS
@@ -446,7 +459,11 @@ int launch(void (*entry)(void**), void** values, const long long* geometry) {
 #endif
   allocate(count);
   pieces.emplace_back(nullptr, "dynamic", size_t(geometry[6]), 16);
-  bool fine = run_grid(int(geometry[7]), uint64_t(geometry[8]));
+  bool fine;
+  {
+    Flush flush;
+    fine = run_grid(int(geometry[7]), uint64_t(geometry[8]));
+  }
 #ifdef HLA_CPU_THREAD
   for (void* race : known) {
     Context gone{};

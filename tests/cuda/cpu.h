@@ -9,8 +9,8 @@
 // functions.
 //
 // What differs from a GPU: blocks run one after another, so one that waits for a later one never ends. Sums of
-// products are not contracted to fma. Functions of reduced precision, __expf and others, have full precision, and
-// denormals are kept. __launch_bounds__ and `#pragma unroll` mean nothing.
+// products are not contracted to fma. Functions of reduced precision, __expf and others, have full precision.
+// Denormals are 0, as CuPy has it; but those of doubles too, and only on x86. __launch_bounds__ and `#pragma unroll` mean nothing.
 //
 // What is stricter than a GPU: all threads of a barrier, or lanes of a warp function, must be at the same call in the
 // source; none may have returned before __syncthreads. Shared memory is as aligned as it is declared to be, and no

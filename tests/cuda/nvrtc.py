@@ -78,6 +78,7 @@ def compile(
         f"-arch={architecture}",
         "-std=c++17",
         "--ptxas-options=-v",
+        "-ftz=true",  # as CuPy does
         f"-I{Path(source).resolve().parent}",
         *(f"-I{folder}" for folder in _folders("include")),
         *(f"-D{name}={value}" for name, value in (macros or {}).items()),

@@ -11,9 +11,9 @@ which copy; results without axes are arrays; there are devices and a current one
 a grid of 0 blocks has one; more than 48 KiB of shared memory have to be asked for, and there is as much as the device
 has; errors have CuPy's types, and most its words. What is not here and is in CuPy is an AttributeError.
 
-What is stricter: arrays that `empty` made are NaN, or else far from zero; an argument of a kernel has the very type of
-the parameter (cpu.py says more); whatever lies on another device than the current one is no operand; broadcast arrays
-are not written to.
+What is stricter: sources are ASCII; arrays that `empty` made are NaN, or else far from zero; an argument of a kernel
+has the very type of the parameter (cpu.py says more); whatever lies on another device than the current one is no
+operand; broadcast arrays are not written to.
 
 What differs: memory is the CPU's, and DLPack says so, both ways; work is done at once, so streams are names only; sums
 and products are NumPy's.
@@ -903,7 +903,7 @@ class RawModule:
         source = folder / f"module-{hashlib.sha256(self.code.encode()).hexdigest()[:24]}.cu"
         if not source.exists():
             beside = source.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-            beside.write_text(self.code)
+            beside.write_text(self.code, encoding="ascii")  # CuPy writes it in the encoding of the locale
             beside.replace(source)
         compilations.append((self.options, self.name_expressions or ()))
         try:

@@ -124,7 +124,7 @@ class Backend:
             symbol). Called once per operator; a framework is imported here, not before.
         load_gradient: operator → a function (problem, d_output, d_final) → `hla.gradients.ProblemGradients`, for
             `hla.vjp`; None when the backend has none of its own.
-        probe: whether it can work on this machine (may import); asked once, after `requires` were found.
+        probe: whether it can work on this machine (may import); asked until the first yes, after `requires` were found.
         supports: whether it can run a call, beyond what the spec says. Exceptions in it are not caught.
         offers: whether the automatic choice may take it for a call that it supports; a named backend is not asked.
         check: a test of itself on this machine, for `hla info`; None when there is none.
@@ -147,7 +147,7 @@ class Backend:
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def availability(self) -> Verdict:
-        """Whether the backend can work on this machine; asked once."""
+        """Whether the backend can work on this machine; a yes is remembered."""
         found = self._memo.get("availability")
         if found is None:
             missing = [name for name in self.spec.requires if importlib.util.find_spec(name) is None]
@@ -155,7 +155,8 @@ class Backend:
                 found = Verdict(False, f"not installed: {', '.join(missing)} ({self.spec.install})")
             else:
                 found = self.probe()
-            self._memo["availability"] = found
+            if found.ok:
+                self._memo["availability"] = found
         return found
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,8 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 """What NVIDIA's driver leaves in the file system, but on Windows."""
 DEVICES = ("cuda", "gpu")
 """How torch and JAX begin the names of NVIDIA's devices."""
+OLDEST = 75
+"""Compute capability, times ten."""
 HIGHEST = 18
 """The highest order: each state is a parameter of the kernel of decode steps; all of them are 4096 bytes at most."""
 
@@ -29,6 +33,12 @@ def _load_gradient(operator: str) -> Gradient:
     from hla.backends.cupy.execution import pull
 
     return pull
+
+
+def _check() -> Verdict:
+    from hla.backends.cupy.selftest import check
+
+    return check()
 
 
 def _take(x: Any) -> Any:
@@ -53,6 +63,8 @@ def _probe() -> Verdict:
     """Without importing cupy for it, as this is asked for arrays of other libraries too."""
     cupy = sys.modules.get("cupy")
     if cupy is not None:
+        if cupy.cuda.runtime.is_hip:
+            return Verdict(False, "has kernels for NVIDIA GPUs, and this CuPy is for ROCm")
         found = bool(cupy.cuda.is_available())
     else:
         found = os.name != "posix" or any(map(os.path.exists, _DRIVERS))
@@ -62,8 +74,10 @@ def _probe() -> Verdict:
 def _supports(call: Call) -> Verdict:
     if call.order > HIGHEST:
         return Verdict(False, f"has orders up to {HIGHEST}, not {call.order}")
+    if "bfloat16" in call.dtypes and importlib.util.find_spec("ml_dtypes") is None:
+        return Verdict(False, "takes bfloat16 where CuPy 14 and ml_dtypes are installed")
     if call.family == "cupy":
-        return Verdict(True, "supported")
+        return _runs_on(call)
     if call.traced:
         return Verdict(False, f"takes {call.family} arrays as they are, not while they are traced or transformed")
     if call.needs_grad:
@@ -72,7 +86,23 @@ def _supports(call: Call) -> Verdict:
         )
     if not call.device.lower().startswith(DEVICES):
         return Verdict(False, f"runs on NVIDIA GPUs, not {call.device}")
-    return Verdict(True, f"supported; takes {call.family} arrays through DLPack")
+    import cupy
+
+    if "bfloat16" in call.dtypes and int(cupy.__version__.partition(".")[0]) < 14:
+        return Verdict(False, f"takes bfloat16 with CuPy 14 or later, not {cupy.__version__}")
+    found = _runs_on(call)
+    return Verdict(True, f"supported; takes {call.family} arrays through DLPack") if found.ok else found
+
+
+def _runs_on(call: Call) -> Verdict:
+    """Whether the GPU is new enough."""
+    from hla.backends.cupy import launch
+
+    number = re.search(r"\d+", call.device)
+    found = int(launch.capability(int(number[0]) if number else 0))
+    if found < OLDEST:
+        return Verdict(False, f"needs a GPU of compute capability {OLDEST / 10} or later, not {found / 10}")
+    return Verdict(True, "supported")
 
 
 def _offers(call: Call) -> Verdict:
@@ -100,6 +130,7 @@ def backend() -> Backend:
         probe=_probe,
         supports=_supports,
         offers=_offers,
+        check=_check,
         plain_form=_plain_form,
         guests=Guests(_take, _back),
     )

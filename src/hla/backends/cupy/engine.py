@@ -9,6 +9,7 @@ from hla.arrays import Array, DType, Namespace, dtype_name
 from hla.backends.cupy import launch, parameters
 from hla.backends.cupy.launch import cupy
 from hla.backends.staged.engine import Arithmetic
+from hla.errors import BackendUnsupportedError, message
 from hla.problem import Problem
 
 THREADS = 256
@@ -58,7 +59,7 @@ class Cupy:
 
     def table(self, where: int, rows: Sequence[Any]) -> Array:
         """int64."""
-        return cupy().asarray(rows, dtype="int64")
+        return cupy().asarray(rows, dtype="int64", blocking=True)  # it is kept, for other streams too
 
     def arithmetic(self, problem: Problem) -> Arithmetic:
         """All in the dtype of accumulators."""
@@ -82,7 +83,12 @@ class Cupy:
                 a[option] = a[option].view("uint8")
         name = "state" if kernel == "chain" and a["x"] is None else kernel
         found = self._chosen(name, arithmetic, a, like)
-        assert found is not None, f"no variant of {name} fits"
+        if found is None:
+            limit = launch.shared_memory(launch.device(like))
+            raise BackendUnsupportedError(
+                message("d, dv", f"sizes whose vectors of a token fit into {limit} bytes of shared memory",
+                        f"d = {a['WIDTHS'][0]}, dv = {a['DV']}", 'Use form="chunkwise", or backend="numpy".')
+            )  # fmt: skip
         chunk, columns = found
         kind = _TYPES[dtype_name(arithmetic.sums)]
         launch.launch(

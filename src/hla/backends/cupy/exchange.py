@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hla.arrays import Array, dtype_name, family, is_array, loaded
@@ -18,7 +19,7 @@ def take(x: Array) -> Array:
         torch: Any = loaded("torch")
         x = x.detach()
         if x.dtype == torch.bfloat16:
-            return cupy().from_dlpack(x.view(torch.uint16)).view(_bfloat16())
+            return cupy().from_dlpack(x.view(torch.int16)).view(_bfloat16())
         if x.dtype == torch.bool:
             return cupy().from_dlpack(x.view(torch.uint8)).view("bool")
     elif dtype_name(x.dtype) == "bfloat16":
@@ -29,15 +30,25 @@ def take(x: Array) -> Array:
     return cupy().from_dlpack(x)
 
 
-def stream_of(x: Array) -> AbstractContextManager[Any]:
-    """A context in which CuPy's current stream is that of another library's array: so that its own work and the kernels
-    stay in order, and are captured together."""
+@contextmanager
+def stream_of(x: Array) -> Iterator[None]:
+    """CuPy's current device and stream are those of another library's array within: so that its own work and the
+    kernels stay in order, and are captured together."""
     torch: Any = loaded("torch")
     if family(x) != "torch" or not x.is_cuda:
-        return nullcontext()
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    found: AbstractContextManager[Any] = cupy().cuda.ExternalStream(stream, x.device.index)
-    return found
+        yield
+        return
+    with cupy().cuda.Device(x.device.index), _stream(torch.cuda.current_stream(x.device), x.device.index):
+        yield
+
+
+def _stream(stream: Any, index: int) -> Any:
+    own = cupy().cuda
+    if hasattr(own.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):
+        return own.Stream.from_external(stream)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return own.ExternalStream(stream.cuda_stream, index)
 
 
 def back_to(like: Array) -> Callable[[Array], Array]:
@@ -59,14 +70,14 @@ def back_to_guest(like: Any) -> Callable[[Array], Any]:
     if type(like).__module__.partition(".")[0] != "numba":
         return lambda x: x
     numba: Any = loaded("numba")
-    made: Callable[[Array], Any] = numba.cuda.as_cuda_array
-    return made
+    waits = bool(cupy().cuda.get_current_stream().ptr)  # Numba works on the default stream
+    return lambda x: numba.cuda.as_cuda_array(x, sync=waits)
 
 
 def _to_torch(x: Array) -> Array:
     torch: Any = loaded("torch")
     if dtype_name(x.dtype) == "bfloat16":
-        return torch.from_dlpack(x.view("uint16")).view(torch.bfloat16)
+        return torch.from_dlpack(x.view("int16")).view(torch.bfloat16)
     return torch.from_dlpack(x)
 
 

@@ -94,15 +94,14 @@ def kernel(file: str, variant: str, macros: tuple[tuple[str, int], ...], number:
 
 
 def _compiled(file: str, variant: str, macros: tuple[tuple[str, int], ...], number: int) -> Any:
-    module = cupy()
-    path = SOURCES / f"{file}.cu"
-    made = module.RawModule(code=path.read_text(encoding="utf-8"), options=options(macros), name_expressions=(variant,))
+    code = f'#include "{file}.cu"\n'  # ASCII, as CuPy writes it to a file in the encoding of the locale
     try:
+        made = cupy().RawModule(code=code, options=options(macros), name_expressions=(variant,))
         return made.get_function(variant)
-    except module.cuda.compiler.CompileException as error:
+    except Exception as error:  # of the compiler, or as there is none, or of the driver
         chip = f"compute capability {capability(number)}"
         raise BackendUnsupportedError(
-            message("backend", f"kernels that compile for {chip}", f"this of {path.name}, {variant}:\n{error}\n",
+            message("backend", f"kernels that compile for {chip}", f"this of {file}.cu, {variant}:\n{error}\n",
                     "Use another backend, and report this with the versions of CuPy and CUDA (hla info).")
         ) from error  # fmt: skip
 

@@ -237,7 +237,8 @@ class Backward:
         groups: dict[tuple[bool, bool, Batch], list[Pending]] = {}
         for one in pending:
             groups.setdefault((one.reverse, one.strict, one.batch), []).append(one)
-        exact = dtype if len(groups) == 1 else self.setting.sums
+        alone = len(groups) == 1 and next(iter(groups))[-1] == batch
+        exact = dtype if alone else self.setting.sums
         total: Array | None = None
         for (reverse, strict, wide), some in groups.items():
             terms = [one.ready() for one in some]

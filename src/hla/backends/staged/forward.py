@@ -215,5 +215,5 @@ def finish(problem: Problem, forward: Forward) -> Array:
     if not program.denominator:
         return forward.outputs(program.output, dtype)
     mass = forward.outputs(program.denominator, setting.sums) + problem.eps
-    made = cast(setting.xp, forward.outputs(program.output, setting.sums) / mass, dtype)
-    return seen(setting.engine, problem, made)  # 0 / eps, and eps may be 0
+    made = seen(setting.engine, problem, forward.outputs(program.output, setting.sums) / mass)  # 0 / eps may be NaN
+    return cast(setting.xp, made, dtype)

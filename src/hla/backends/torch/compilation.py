@@ -40,7 +40,7 @@ def call(operator: str, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], 
     if not given.get("return_state", False):
         return found[0]
     output, *fields = found
-    return output, _STATES[_remember_state(how)](*fields)
+    return output, getattr(_States, _remember_state(how))(*fields)
 
 
 def step(state: State, tokens: tuple[Tensor, Tensor, Tensor], given: dict[str, Any]) -> tuple[Tensor, State]:
@@ -63,7 +63,7 @@ def init_state(
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     fields = _state_shapes(how, *map(_known, sizes))
     zeros = [like.new_zeros((*batches[kind], *shape), dtype=dtype) for kind, shape in fields]
-    return _STATES[_remember_state(how)](*zeros)
+    return getattr(_States, _remember_state(how))(*zeros)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -133,16 +133,19 @@ class _Call:
         return (next(parts[name]) if name in parts else None for name in self.names)
 
 
-_STATES: dict[str, Any] = {}
-"""Classes of states by label: a tracer follows a class only to a place where it can look it up again."""
+class _States:
+    """Classes of states as attributes, by label: a tracer follows a class only to where it can look it up again.
+
+    No dictionary: a tracer reads all of it at the first look, and does not see what a later call of the program adds.
+    """
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _remember_state(how: str) -> str:
-    """The key in `_STATES` of the state that a call returns."""
+    """The name in `_States` of the state that a call returns."""
     operator, order, _, fixed = ast.literal_eval(how)
     made = state_type(spec_of(operator, read_options(operator, dict(fixed)), order))
-    _STATES[made.label] = made
+    setattr(_States, made.label, made)
     label: str = made.label
     return label
 

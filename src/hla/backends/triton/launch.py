@@ -21,6 +21,8 @@ forced: dict[str, int] = {}
 """Which of its configurations a kernel takes, by the kernel's name: for tests that try them all."""
 
 
+OPTIONS = {"enable_fp_fusion": True}
+"""Of the compiler; Triton warns where this one is left to the environment."""
 DEVICES = ("cuda", "xpu")
 """Devices that Triton compiles for, as torch calls them; ROCm's are "cuda" too."""
 _one_at_a_time = threading.Lock()
@@ -114,14 +116,14 @@ class Kernel:
             return
         with _on(where):
             if len(found) > 1 and not interpreting() and self.name not in forced:
-                self._tuner(found, where)[lambda meta: (programs(meta),)](**arguments)
+                self._tuner(found, where)[lambda meta: (programs(meta),)](**arguments, **OPTIONS)
                 return
             if interpreting():
                 with _one_at_a_time:
                     self.function[(count,)](**arguments, **chosen.blocks)
                 return
             options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
-            self.function[(count,)](**arguments, **chosen.blocks, **options)
+            self.function[(count,)](**arguments, **chosen.blocks, **options, **OPTIONS)
 
     def _tuner(self, found: list[Config], where: Tensor) -> Any:
         """Triton's autotuner over some configurations; one for each chip and set."""

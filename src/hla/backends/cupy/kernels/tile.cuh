@@ -34,22 +34,25 @@ __device__ __forceinline__ void multiply(A (&sum)[M][N], const A* left, const A*
 }
 
 // R rows and N columns of a plane from (row, column) on, four columns at a time: each to `put_four` with its row and
-// column, 0 where `there` says no of a row.
-template <Way way, int R, int N, class A, class There, class Put>
+// column, 0 where `there` says no of a row. A warp goes along the rows; or, for a tile that is stored turned, it has
+// 16 rows and two fours: then its stores go to 32 banks, as four padded rows of floats lie half of all banks apart.
+template <Way way, bool TURNED, int R, int N, class A, class There, class Put>
 __device__ __forceinline__ void load_tile_by(const Plane<A>& from, i64 row, int column, There there, Put put_four) {
   #pragma unroll 1
   for (int at = threadIdx.x; at < R * N / 4; at += THREADS) {
-    const int r = at / (N / 4), c = at % (N / 4) * 4;
+    constexpr int PAIRS = N / 8;
+    const int r = TURNED ? at / 32 / PAIRS * 16 + at % 16 : at / (N / 4);
+    const int c = TURNED ? at / 32 % PAIRS * 8 + at / 16 % 2 * 4 : at % (N / 4) * 4;
     A v[4];
     load_columns<way>(v, from, row + r, column + c, there(r));
     put_four(v, r, c);
   }
 }
-template <int R, int N, class A, class There, class Put>
+template <bool TURNED, int R, int N, class A, class There, class Put>
 __device__ __forceinline__ void load_tile(const Plane<A>& from, i64 row, int column, There there, Put put_four) {
-  if (!from.fours) load_tile_by<Way::single, R, N>(from, row, column, there, put_four);
-  else if (from.type == Stored<A>::type) load_tile_by<Way::four, R, N>(from, row, column, there, put_four);
-  else load_tile_by<Way::four_halves, R, N>(from, row, column, there, put_four);
+  if (!from.fours) load_tile_by<Way::single, TURNED, R, N>(from, row, column, there, put_four);
+  else if (from.type == Stored<A>::type) load_tile_by<Way::four, TURNED, R, N>(from, row, column, there, put_four);
+  else load_tile_by<Way::four_halves, TURNED, R, N>(from, row, column, there, put_four);
 }
 
 // Tokens t, t + 1, … as the rows of a tile, N of their features from `first` on; those of a row that lacks a flag are
@@ -58,7 +61,7 @@ template <int C, int N, int STRIDE, class A>
 __device__ __forceinline__ void load_rows(
     A* tile, const Plane<A>& from, i64 t, int first, const int* flags, int wanted, const A* scale = nullptr) {
   const auto there = [=](int row) { return (flags[row] & wanted) == wanted; };
-  load_tile<C, N, A>(from, t, first, there, [=](A (&v)[4], int row, int column) {
+  load_tile<false, C, N, A>(from, t, first, there, [=](A (&v)[4], int row, int column) {
     if (scale) {
       const A factor = there(row) ? scale[row] : A(0);
       #pragma unroll
@@ -73,7 +76,7 @@ template <int C, int N, class A>
 __device__ __forceinline__ void load_turned(
     A* tile, const Plane<A>& from, i64 t, int first, const int* flags, int wanted) {
   const auto there = [=](int row) { return (flags[row] & wanted) == wanted; };
-  load_tile<C, N, A>(from, t, first, there, [=](A (&v)[4], int row, int column) {
+  load_tile<true, C, N, A>(from, t, first, there, [=](A (&v)[4], int row, int column) {
     #pragma unroll
     for (int j = 0; j < 4; ++j) tile[(column + j) * (C + PAD) + row] = v[j];
   });
@@ -84,14 +87,14 @@ template <int R, int N, int STRIDE, class A>
 __device__ __forceinline__ void load_matrix(A* tile, const Plane<A>& from, int row, int height, int column) {
   if (from.row == 1 && from.column != 1) {
     const auto there = [=](int c) { return column + c < from.width; };
-    load_tile<N, R, A>(turned(from, height), column, row, there, [=](A (&v)[4], int c, int r) {
+    load_tile<true, N, R, A>(turned(from, height), column, row, there, [=](A (&v)[4], int c, int r) {
       #pragma unroll
       for (int j = 0; j < 4; ++j) tile[(r + j) * STRIDE + c] = v[j];
     });
     return;
   }
   const auto there = [=](int r) { return row + r < height; };
-  load_tile<R, N, A>(from, row, column, there, [=](A (&v)[4], int r, int c) { put(tile + r * STRIDE + c, v); });
+  load_tile<false, R, N, A>(from, row, column, there, [=](A (&v)[4], int r, int c) { put(tile + r * STRIDE + c, v); });
 }
 
 // N columns of all rows of a matrix; 0 where `p`, its pointer, is null.
