@@ -17,6 +17,7 @@ import hla
 import libraries
 
 torch: Any = libraries.only("torch")
+pytest.importorskip("triton")
 
 from hla.backends.staged import operations  # noqa: E402
 from hla.backends.triton import launch  # noqa: E402

@@ -9,6 +9,7 @@ import pytest
 import libraries
 
 torch = libraries.only("torch")
+pytest.importorskip("triton")
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 import hla  # noqa: E402
