@@ -469,11 +469,13 @@ def test_a_builder_must_return_a_module() -> None:
         convert(nn.Sequential(Packed()), blocks={Packed: lambda block, **options: block.qkv.weight})
 
 
-def test_views_under_no_grad_stay_trainable() -> None:
+def test_parts_of_a_parameter_stay_trainable_or_frozen() -> None:
     block = Packed()
     with torch.no_grad():
-        made = from_packed(block)
-    assert all(p.requires_grad for p in made.parameters())
+        assert all(p.requires_grad for p in from_packed(block, decay=0.9).parameters())
+    block.qkv.weight.requires_grad_(False)
+    made = from_packed(block, decay=0.9)
+    assert [made.k_proj.weight.requires_grad, made.out_proj.weight.requires_grad] == [False, True]
 
 
 @pytest.mark.parametrize(

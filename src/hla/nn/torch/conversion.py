@@ -218,7 +218,8 @@ def from_projections(
         **options: likewise.
 
     Returns:
-        The layer, on the device and in the dtype of the weights.
+        The layer, on the device and in the dtype of the weights; a parameter is trainable where what it was copied from
+        requires a gradient.
 
     Raises:
         ShapeError: sizes that do not go together.
@@ -298,8 +299,7 @@ def _weights(x: Any) -> tuple[Any, Tensor | None]:
 def _copy(parameter: Tensor, value: Tensor) -> None:
     with torch.no_grad():
         parameter.copy_(value)
-    origin = value if value._base is None else value._base  # under no_grad views say False
-    parameter.requires_grad_(origin.requires_grad)
+    parameter.requires_grad_(value.requires_grad)
 
 
 def _listed(found: Collection[tuple[torch.dtype, torch.device]]) -> str:
@@ -360,7 +360,7 @@ def convert(
         raise OptionError(
             message("skip", "names of module.named_modules()", ", ".join(sorted(unknown)), "Check the spelling.")
         )
-    builders = {nn.MultiheadAttention: _of_multihead, **(blocks or {})}
+    builders: dict[type[nn.Module], Builder] = {nn.MultiheadAttention: _of_multihead, **(blocks or {})}
     told = {"operator": operator, "causal": causal, **options}
     made: dict[int, nn.Module | str] = {}
     places: list[tuple[str, nn.Module | None, str, nn.Module]] = []
