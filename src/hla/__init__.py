@@ -26,7 +26,7 @@ from hla.streaming import step
 
 __version__ = "0.1.0"
 
-_ON_DEMAND = ("models", "nn", "paper", "testing")
+_ON_DEMAND = ("inspect", "models", "nn", "paper", "testing")
 
 
 def __getattr__(name: str) -> Any:
