@@ -408,7 +408,7 @@ def _draw(axes: Any, panel: _Panel) -> None:
         axes.set_xscale("log")
     if any_above:
         axes.set_yscale("log")
-    part = f"; the first {shown} of {rows} rows" if shown < rows else ""
+    part = f"\nthe first {shown} of {rows} rows" if shown < rows else ""
     axes.set(title=panel.title, ylabel=panel.y)
     axes.set_xlabel(f"{panel.x}\n{panel.caption}{part}", fontsize=8)
     if axes.get_legend_handles_labels()[0]:
