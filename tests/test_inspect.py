@@ -91,6 +91,26 @@ def test_spectrum_of_the_identity_and_of_nothing(lib: Library) -> None:
     assert np.isinf(condition[1:]).all()
 
 
+def test_what_is_not_finite_stays_in_its_place(lib: Library) -> None:
+    """It is what one looks for: nothing raises, and other heads and tokens are as without it."""
+    linear_algebra(lib)
+    k = random(HEADS, TOKENS, D)
+    good = np.swapaxes(k, -1, -2) @ k
+    for bad in (np.nan, np.inf):
+        S = good.copy()
+        S[1, 2, 2] = bad
+        found, want = looking.spectrum(lib.asarray(S, "float32")), looking.spectrum(lib.asarray(good, "float32"))
+        for got, clean in zip(found, want, strict=True):
+            values = lib.numpy(got)
+            assert np.isnan(values[1]).all()
+            np.testing.assert_array_equal(values[::2], lib.numpy(clean)[::2])
+        x = np.arange(1.0, TOKENS + 1)[:, None] ** 2 * np.ones(DV)
+        x[4, 1] = bad
+        scales = looking.token_scales(lib.asarray(x, "float32"))
+        assert np.flatnonzero(~np.isfinite(lib.numpy(scales.norm))).tolist() == [4]
+        assert abs(float(lib.numpy(scales.exponent)) - 2) < 1e-5
+
+
 def test_spectrum_refuses() -> None:
     x = random(TOKENS, D)
     _, state = hla.ahla(x, x, x, return_state=True)

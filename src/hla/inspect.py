@@ -77,7 +77,8 @@ def spectrum(state: Any) -> Spectrum:
     \text{condition} = \frac{\lambda_1}{\lambda_d}$$
 
     S is symmetric and positive semidefinite. What rounding leaves of an eigenvalue 0, at most d·u·λ_1 with the unit
-    roundoff u, is given as 0. An effective rank near 1 says that all keys point the same way.
+    roundoff u, is given as 0; of a matrix that is not finite all is NaN. An effective rank near 1 says that all keys
+    point the same way.
 
     Args:
         state: a state with the field ``key_moment`` (hla2, hla3, higher_order), or S itself, (*batch, d, d). Of S the
@@ -120,10 +121,12 @@ def spectrum(state: Any) -> Spectrum:
         raise ShapeError(
             message("state", "square matrices (*batch, d, d), d ≥ 1", f"shape {tuple(S.shape)}", "Pass the key moment.")
         )
-    found = xp.flip(xp.linalg.eigvalsh(S), axis=-1)
+    finite = xp.all(xp.isfinite(S), axis=(-2, -1))
+    found = xp.flip(xp.linalg.eigvalsh(xp.where(finite[..., None, None], S, xp.zeros_like(S))), axis=-1)
     unit = 2.0 ** (-24 if name == "float32" else -53)
     least = found[..., :1] * (int(S.shape[-1]) * unit)
     found = xp.where(found <= least, xp.zeros_like(found), found)
+    found = xp.where(finite[..., None], found, xp.ones_like(found) * float("nan"))
     total = xp.sum(found, axis=-1, dtype=found.dtype)
     one = xp.ones_like(total)
     largest = xp.where(total > 0, found[..., 0], one)
@@ -133,7 +136,7 @@ def spectrum(state: Any) -> Spectrum:
     rank = sums * sums / xp.where(total > 0, squares, one)
     smallest = shares[..., -1]
     condition = xp.where(smallest > 0, one / xp.where(smallest > 0, smallest, one), one * float("inf"))
-    return Spectrum(found, rank, condition)
+    return Spectrum(found, rank, xp.where(finite, condition, total))
 
 
 def token_scales(o: Array, *, axis: int = -2) -> TokenScales:
@@ -143,9 +146,9 @@ def token_scales(o: Array, *, axis: int = -2) -> TokenScales:
     p = \frac{\sum_t (\log t - \overline{\log t})(\log \lVert o_t \rVert - \overline{\log \lVert o_t \rVert})}
     {\sum_t (\log t - \overline{\log t})^2}, \qquad t = 1 \dots T$$
 
-    p is the exponent of the power law that fits best by least squares. Tokens with norm 0 do not count. Without decay
-    and norms, outputs of random inputs grow like √t for linear attention, and faster for higher orders; p near 0 is
-    what a model wants.
+    p is the exponent of the power law that fits best by least squares. Tokens with norm 0 or NaN do not count. Without
+    decay and norms, outputs of random inputs grow like √t for linear attention, and faster for higher orders; p near 0
+    is what a model wants.
 
     Args:
         o: (*batch, T, dv), any floating dtype: outputs, or gradients with respect to q, k, v or o.
