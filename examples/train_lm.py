@@ -415,10 +415,10 @@ def draw(runs: list[Run], text: Text, path: Path) -> None:
 
 def main(words: list[str] | None = None) -> None:
     """Train each mixer, then show what came out."""
-    options = arguments(words)
-    torch.set_num_threads(options.threads)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+    options = arguments(words)
+    torch.set_num_threads(options.threads)
     text = Text(options.text, options.context)
     print(f"text: {text.name}, {text.size / 1e6:.2f} MB; unigram entropy {text.unigram:.3f} bits per byte")
     try:

@@ -195,8 +195,9 @@ def test_bfloat16_on_a_terminal(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else object())
     script = load()
+    find_spec = script.find_spec
+    monkeypatch.setattr(script, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
     seen = []
     loss = script.functional.cross_entropy
     monkeypatch.setattr(script.functional, "cross_entropy", lambda x, y: (seen.append(x), loss(x, y))[1])
@@ -205,7 +206,11 @@ def test_bfloat16_on_a_terminal(
     script.main(words(text, tmp_path / "run", steps=3, precision="bfloat16"))
     assert low[0] == torch.bfloat16
     assert seen[0].dtype == torch.float32
-    assert "no picture of the losses: it needs matplotlib" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "no picture of the losses: it needs matplotlib" in printed
+    assert "3/3" in printed
+    if importlib.util.find_spec("rich"):
+        assert "hla2 3/3: training" not in printed, "a line, not a bar"
     assert not (tmp_path / "run" / "loss.png").exists()
 
 
