@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 ELSEWHERE = ("errata.md", "mathematics.md")
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name not in ELSEWHERE)]
 LIBRARIES = ("torch", "jax", "cupy")
-SUBMODULES = ("backends", "errors", "paper", "scan", "segments", "testing")
+SUBMODULES = ("backends", "errors", "inspect", "paper", "scan", "segments", "testing")
 
 
 class Block(NamedTuple):
