@@ -137,7 +137,8 @@ def public_objects() -> dict[str, Any]:
 
 def test_every_public_name_is_in_the_reference() -> None:
     shown = []
-    for page in (ROOT / "docs" / "operators.md", *(ROOT / "docs" / "api").glob("*.md")):
+    pages = (ROOT / "docs" / "operators.md", ROOT / "docs" / "inspect.md", *(ROOT / "docs" / "api").glob("*.md"))
+    for page in pages:
         for name in re.findall(r"^::: (hla\.[\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
             x = pkgutil.resolve_name(name)
             shown += public_members(x).values() if isinstance(x, ModuleType) else [x]
