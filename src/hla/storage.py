@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from hla.arrays import Array
 from hla.checks import spec_of
 from hla.errors import DTypeError, OptionError, ShapeError, message
 from hla.family import Spec, program, shapes
+from hla.files import write_whole
 from hla.options import Options
 from hla.states import SYMMETRIC, State, field_name, is_mass, is_state, state_type
 
@@ -125,14 +125,7 @@ def save_state(path: str | os.PathLike[str], state: State) -> None:
     }
     metadata = {"format": FORMAT, "version": VERSION, "operator": json.dumps(dict(state.spec._asdict()))}
     data = save(tensors, metadata)
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        beside.write_bytes(data)
-        os.replace(beside, target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    write_whole(path, data)
 
 
 def _to_numpy(x: Array) -> Any:

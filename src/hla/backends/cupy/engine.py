@@ -8,12 +8,10 @@ from typing import Any
 from hla.arrays import Array, DType, Namespace, dtype_name
 from hla.backends.cupy import launch, parameters
 from hla.backends.cupy.launch import cupy
-from hla.backends.staged.engine import Arithmetic
+from hla.backends.staged.engine import Arithmetic, rounded_chunk
 from hla.errors import BackendUnsupportedError, message
 from hla.problem import Problem
 
-THREADS = 256
-"""Of a block."""
 _TYPES = {"float32": "float", "float64": "double"}
 
 
@@ -68,8 +66,7 @@ class Cupy:
     def chunk_size(self, problem: Problem, arithmetic: Arithmetic) -> int:
         """The power of two at or below what was asked for, 64 at most, 32 in float64."""
         most = 64 if dtype_name(arithmetic.sums) == "float32" else 32
-        asked = problem.chunk_size or most
-        return max(16, min(most, 1 << (asked.bit_length() - 1)))
+        return rounded_chunk(problem, most)
 
     def chains(self, arithmetic: Arithmetic, chunk: int, rows: int, wide: int, columns: int, like: Array) -> bool:
         """Where both states fit into the shared memory of a block."""
@@ -95,7 +92,7 @@ class Cupy:
             name,
             parameters.name(name, kind, chunk, columns),
             parameters.grid(name, a, columns),
-            THREADS,
+            parameters.THREADS,
             parameters.pack(name, a),
             parameters.shared_bytes(name, kind, chunk, columns, a),
             a,

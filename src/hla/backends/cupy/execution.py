@@ -8,7 +8,7 @@ from typing import Any
 
 from hla import arrays
 from hla.arrays import Array, dtype_name
-from hla.backends.cupy import exchange, launch
+from hla.backends.cupy import exchange
 from hla.backends.cupy.engine import ENGINE
 from hla.backends.staged import execution
 from hla.gradients import ProblemGradients
@@ -20,11 +20,11 @@ _ARRAYS = ("q", "k", "v", "log_decay", "token_mask", "starts", "scale")
 def run(problem: Problem) -> tuple[Array, States]:
     """Output and final states of any problem."""
     if arrays.family(problem.v) == "cupy":
-        with launch.on(problem.v):
+        with arrays.at_home(problem.v):
             return execution.compute(ENGINE, problem)
     with exchange.stream_of(problem.v):
         adopted, back = _adopted(problem), exchange.back_to(problem.v)
-        with launch.on(adopted.v):
+        with arrays.at_home(adopted.v):
             output, states = execution.compute(ENGINE, adopted)
             return back(output), {symbol: back(x) for symbol, x in states.items()}
 
@@ -32,12 +32,12 @@ def run(problem: Problem) -> tuple[Array, States]:
 def pull(problem: Problem, d_output: Array, d_final: States | None) -> ProblemGradients:
     """The gradient of `run` applied to cotangents of output and final states."""
     if arrays.family(problem.v) == "cupy":
-        with launch.on(problem.v):
+        with arrays.at_home(problem.v):
             return execution.differentiate(ENGINE, problem, d_output, d_final)
     with exchange.stream_of(problem.v):
         adopted, back = _adopted(problem), exchange.back_to(problem.v)
         d, d_states = exchange.take(d_output), {symbol: exchange.take(x) for symbol, x in (d_final or {}).items()}
-        with launch.on(adopted.v):
+        with arrays.at_home(adopted.v):
             found = execution.differentiate(ENGINE, adopted, d, d_states or None)
             initial = {symbol: back(x) for symbol, x in found.initial.items()}
             log_decay, scale = (None if x is None else back(x) for x in (found.log_decay, found.scale))

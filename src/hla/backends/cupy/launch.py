@@ -52,11 +52,6 @@ def device(x: Array) -> int:
     return int(x.device.id)
 
 
-def on(x: Array) -> Any:
-    """A context in which an array's device is the current one, as CuPy's own functions need it."""
-    return cupy().cuda.Device(device(x))
-
-
 @cache
 def capability(number: int) -> str:
     """Compute capability of a device, "80" for example."""

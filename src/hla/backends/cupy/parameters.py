@@ -25,7 +25,7 @@ MOST_BYTES = 4096
 BYTES = {"float": 4, "double": 8}
 """of a number, by the type of accumulators"""
 TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3, "uint16": 3, "bool": 4, "uint8": 4, "int32": 5}
-"""How numbers are stored, as kernels/views.cuh has it. CuPy holds bfloat16 as uint16."""
+"""How numbers are stored, as kernels/views.cuh has it. bfloat16 may come as its 16 bits."""
 
 VARIANTS: dict[str, tuple[tuple[int, int], ...]] = {
     "clock": ((64, 0), (32, 0), (16, 0)),

@@ -20,6 +20,12 @@ class Arithmetic(NamedTuple):
     """of accumulators and states"""
 
 
+def rounded_chunk(problem: Problem, most: int) -> int:
+    """Tokens per chunk: the power of two at or below what was asked for, at least 16 and at most `most`."""
+    asked = problem.chunk_size or most
+    return max(16, min(most, 1 << (asked.bit_length() - 1)))
+
+
 class Engine(Protocol):
     """Kernels, and the arrays that they take. An engine is one object, as it is part of cache keys."""
 

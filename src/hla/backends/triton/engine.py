@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hla.backends.staged.engine import Arithmetic
+from hla.backends.staged.engine import Arithmetic, rounded_chunk
 from hla.backends.torch.namespace import PLAIN
 from hla.backends.triton.kernels.carry import carry as _carry
 from hla.backends.triton.kernels.chain import chain as _chain
@@ -187,8 +187,7 @@ class Triton:
             most = 32 if widest <= 128 else 16  # no tensor cores: tiles live in the registers
         else:
             most = max(16, min(64, 128 * 64 // widest // (1 if arithmetic.operands == torch.bfloat16 else 2)))
-        asked = problem.chunk_size or most
-        return max(16, min(most, 1 << (asked.bit_length() - 1)))
+        return rounded_chunk(problem, most)
 
     def chains(self, arithmetic: Arithmetic, chunk: int, rows: int, wide: int, columns: int, like: Tensor) -> bool:
         """Always: the widest states fit into the registers of a program."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch.nn import functional
 
 from hla.arrays import is_integer
 from hla.errors import DTypeError, OptionError, ShapeError, message
+from hla.files import write_whole
 from hla.models.config import Layer, ModelConfig
 from hla.nn.torch import sampling
 from hla.nn.torch.attention import HigherOrderAttention
@@ -246,14 +246,7 @@ class Decoder(nn.Module):
 
         tensors = {name: x.detach().contiguous().cpu() for name, x in self.state_dict().items()}
         data = save(tensors, {"format": FORMAT, "config": self.config.to_json()})
-        target = Path(path)
-        beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-        try:
-            beside.write_bytes(data)
-            os.replace(beside, target)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+        write_whole(path, data)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Decoder:
