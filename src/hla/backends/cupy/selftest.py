@@ -9,9 +9,10 @@ from hla.arrays import Array
 from hla.backends.cupy import execution, launch
 from hla.backends.cupy.launch import cupy
 from hla.backends.registry import Verdict
+from hla.backends.staged.comparison import fault_of_gradients, fault_of_values
 from hla.checks import check_call
 from hla.options import Options
-from hla.testing.budgets import error_budget, per_token_error
+from hla.testing.budgets import error_budget
 
 _LENGTH, _D, _DV = 19, 20, 24
 _CASES = (
@@ -54,25 +55,12 @@ def _fault(operator: str, dtype: str, form: str) -> str:
         return check_call(operator, convert(q), convert(k), convert(v), options).problem
 
     exact = problem(lambda x: x.astype(np.float64))
-    wanted, final = forms.run(exact)
-    output, states = execution.run(problem(cupy().asarray))
-    error = per_token_error(output.get(), wanted)
-    if not error <= budget:
-        return f"output off by {error:.1e}, allowed {budget:.1e}"
-    for symbol, x in final.items():
-        error = _relative(states[symbol], x)
-        if not error <= budget:
-            return f"state {symbol} off by {error:.1e}, allowed {budget:.1e}"
-    if (operator, dtype, form) != _CASES[0]:
-        return ""
+    fault = fault_of_values(execution.run(problem(cupy().asarray)), forms.run(exact), budget, _host)
+    if fault or (operator, dtype, form) != _CASES[0]:
+        return fault
     found = execution.pull(problem(cupy().asarray), cupy().asarray(d), None)
-    right = forms.pull(exact, d.astype(np.float64), None)
-    for name in ("q", "k", "v", "log_decay"):
-        error = _relative(getattr(found, name), getattr(right, name))
-        if not error <= 3 * budget:  # one more for each of the reads, recomputed
-            return f"gradient of {name} off by {error:.1e}, allowed {3 * budget:.1e}"
-    return ""
+    return fault_of_gradients(found, forms.pull(exact, d.astype(np.float64), None), budget, _host)
 
 
-def _relative(x: Array, wanted: Any) -> float:
-    return float(abs(x.get() - wanted).max() / abs(wanted).max())
+def _host(x: Array) -> Any:
+    return x.get().astype("float64")
