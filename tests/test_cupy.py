@@ -306,9 +306,19 @@ def test_a_kernel_that_does_not_compile(tmp_path: Path, monkeypatch: pytest.Monk
 def test_orders() -> None:
     q, k, v = map(put, given(3))
     assert hla.explain("higher_order", q, k, v, order=18).backend == "cupy"
-    assert hla.explain("higher_order", q, k, v, order=19).backend == "numpy"
-    with pytest.raises(hla.BackendUnsupportedError, match="cupy: has orders up to 18, not 19"):
-        hla.higher_order(q, k, v, order=19, backend="cupy")
+    assert hla.explain("higher_order", q, k, v, order=19).backend == "cupy"
+    assert hla.explain("higher_order", q, k, v, order=19, form="recurrent").backend == "numpy"
+    with pytest.raises(hla.BackendUnsupportedError, match="cupy: has form recurrent for orders up to 18, not 19"):
+        hla.higher_order(q, k, v, order=19, form="recurrent", backend="cupy")
+    arrays = [x / 2 for x in given(3)]
+    o, state = hla.higher_order(*map(put, (x[..., :2, :] for x in arrays)), order=20, normalize=True, return_state=True)
+    o_t, _ = hla.step(state, *(put(x[..., 2, :]) for x in arrays), normalize=True, backend="cupy")
+    right = hla.higher_order(*(x.astype(np.float32).astype(np.float64) for x in arrays), order=20, normalize=True)
+    for found, wanted in ((o.get(), right[..., :2, :]), (o_t.get(), right[..., 2, :])):
+        assert (
+            np.abs(found - wanted).max()
+            <= error_budget("higher_order", "float32", 3, 5, dv=7, order=20) * np.abs(wanted).max()
+        )
 
 
 def test_forms() -> None:

@@ -20,7 +20,8 @@ DEVICES = ("cuda", "gpu")
 OLDEST = 75
 """Compute capability, times ten."""
 HIGHEST = 18
-"""The highest order: each state is a parameter of the kernel of decode steps; all of them are 4096 bytes at most."""
+"""The highest order of form "recurrent": each state is a parameter of its kernel, and all of them are 4096 bytes at
+most."""
 
 
 def _load(operator: str) -> Runner:
@@ -54,7 +55,7 @@ def _back(like: Any) -> Callable[[Array], Any]:
 
 
 def _plain_form(problem: Problem) -> str:
-    from hla.backends.staged.execution import plain_form
+    from hla.backends.cupy.execution import plain_form
 
     return plain_form(problem)
 
@@ -72,8 +73,8 @@ def _probe() -> Verdict:
 
 
 def _supports(call: Call) -> Verdict:
-    if call.order > HIGHEST:
-        return Verdict(False, f"has orders up to {HIGHEST}, not {call.order}")
+    if call.order > HIGHEST and call.form == "recurrent":
+        return Verdict(False, f"has form recurrent for orders up to {HIGHEST}, not {call.order}")
     if "bfloat16" in call.dtypes and importlib.util.find_spec("ml_dtypes") is None:
         return Verdict(False, "takes bfloat16 where CuPy 14 and ml_dtypes are installed")
     if call.family == "cupy":

@@ -8,7 +8,7 @@ from typing import Any
 
 from hla import arrays
 from hla.arrays import Array, dtype_name
-from hla.backends.cupy import exchange
+from hla.backends.cupy import HIGHEST, exchange
 from hla.backends.cupy.engine import ENGINE
 from hla.backends.staged import execution
 from hla.gradients import ProblemGradients
@@ -17,8 +17,16 @@ from hla.problem import Problem, States
 _ARRAYS = ("q", "k", "v", "log_decay", "token_mask", "starts", "scale")
 
 
+def plain_form(problem: Problem) -> str:
+    """The form that runs: a single token, too, is a chunk where a program has more states than the kernel takes."""
+    if problem.form == "auto" and problem.program.spec.order > HIGHEST:
+        return "chunkwise"
+    return execution.plain_form(problem)
+
+
 def run(problem: Problem) -> tuple[Array, States]:
     """Output and final states of any problem."""
+    problem = replace(problem, form=plain_form(problem))
     if arrays.family(problem.v) == "cupy":
         with arrays.at_home(problem.v):
             return execution.compute(ENGINE, problem)
