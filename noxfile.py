@@ -6,6 +6,8 @@ Words after ``--`` go to pytest, for example ``nox -R -s tests-torch -- -k step`
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import nox
 
 nox.needs_version = ">=2024.10.9"
@@ -22,6 +24,9 @@ nox.options.sessions = (
     "tests-cupy",
     "cupy-sanitize",
     "cupy-compile",
+    "tests-flax",
+    "tests-transformers",
+    "tests-distributed",
     "minimal",
     "docs",
 )
@@ -67,6 +72,8 @@ def run_tests(session: nox.Session, name: str, module: str, *words: str) -> None
 
 WITHOUT_CUDA = "--ignore-glob=*/test_cu[dp]*"
 """Left to the sessions of CuPy."""
+WITHOUT_PROCESSES = "--ignore-glob=*/test_distributed*"
+"""Left to the session of several processes."""
 
 
 @nox.session(name="tests-numpy")
@@ -81,12 +88,12 @@ def tests_strict(session: nox.Session) -> None:
 
 @nox.session(name="tests-torch")
 def tests_torch(session: nox.Session) -> None:
-    run_tests(session, "torch", "torch")
+    run_tests(session, "torch", "torch", WITHOUT_PROCESSES)
 
 
 @nox.session(name="tests-jax")
 def tests_jax(session: nox.Session) -> None:
-    run_tests(session, "jax", "jax")
+    run_tests(session, "jax", "jax", WITHOUT_PROCESSES)
 
 
 TRITON_FILES = ("interpreter", "large", "gradients", "library", "gpu_script", "planted")
@@ -151,6 +158,32 @@ def cupy_compile(session: nox.Session) -> None:
     session.install(".", *group("test", "nvrtc"))
     files = ("tests/test_cupy_compile.py", "tests/test_cuda_nvrtc.py")
     session.run("pytest", "--arrays=numpy", "-n", "2", *files, *session.posargs, env=ONE_THREAD)
+
+
+def run_files(session: nox.Session, pattern: str, arrays: str, *groups: str) -> None:
+    """Only the files that are about what these groups install."""
+    session.install(".", *group("test", *groups))
+    files = sorted(map(str, Path("tests").glob(pattern)))
+    session.run("pytest", f"--arrays={arrays}", "-n", "2", *files, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="tests-flax")
+def tests_flax(session: nox.Session) -> None:
+    """The layer for Flax beside that for PyTorch."""
+    run_files(session, "test_nn_flax*.py", "jax", "flax")
+
+
+@nox.session(name="tests-transformers")
+def tests_transformers(session: nox.Session) -> None:
+    """The model and the attention functions for Transformers."""
+    run_files(session, "test_transformers*.py", "torch", "transformers")
+
+
+@nox.session(name="tests-distributed")
+def tests_distributed(session: nox.Session) -> None:
+    """Sequences over several processes of PyTorch, and over several devices of JAX, on the CPU."""
+    run_files(session, "test_distributed_torch*.py", "torch", "torch", "cli")
+    run_files(session, "test_distributed_jax*.py", "jax", "jax")
 
 
 @nox.session
