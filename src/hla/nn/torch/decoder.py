@@ -21,6 +21,8 @@ from hla.nn.torch.parts import RMSNorm
 from hla.nn.torch.softmax import SoftmaxAttention
 
 FORMAT = "hla-decoder"
+STD = 0.02
+"""Of embeddings and MLPs at the start of training."""
 
 
 class DecoderState(NamedTuple):
@@ -79,8 +81,22 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm((config.d_model,), config.norm_eps, **placed)
         self.mlp = SwiGLU(config.d_model, config.inner, **placed)
         self.dropout = config.dropout
+        self.shrink = (2 * config.num_layers) ** -0.5
 
-    def forward(self, x: Tensor, state: Any, return_state: bool, key_padding_mask: Tensor | None) -> tuple[Tensor, Any]:
+    def reset_parameters(self) -> None:
+        """Draw all anew, as `Decoder.reset_parameters` says."""
+        self.attention.reset_parameters()
+        self.attention_norm.reset_parameters()
+        self.mlp_norm.reset_parameters()
+        nn.init.normal_(self.mlp.gate_proj.weight, std=STD)
+        nn.init.normal_(self.mlp.up_proj.weight, std=STD)
+        nn.init.normal_(self.mlp.down_proj.weight, std=STD * self.shrink)
+        with torch.no_grad():
+            self.attention.out_proj.weight.mul_(self.shrink)
+
+    def forward(
+        self, x: Tensor, state: Any = None, return_state: bool = False, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
         """(B, T, d_model) and the layer's state → the same."""
         normed = self.attention_norm(x).to(x.dtype)
         found = self.attention(normed, state, return_state, key_padding_mask=key_padding_mask)
@@ -130,22 +146,13 @@ class Decoder(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw all anew: N(0, 0.02²), attention its own; what is added to the residual stream 1/√(2 layers) of it."""
-        std = 0.02
-        nn.init.normal_(self.embedding.weight, std=std)
+        nn.init.normal_(self.embedding.weight, std=STD)
         if self.head is not None:
-            nn.init.normal_(self.head.weight, std=std)
+            nn.init.normal_(self.head.weight, std=STD)
         self.norm.reset_parameters()
-        shrink = (2 * self.config.num_layers) ** -0.5
         for block in self.blocks:
             assert isinstance(block, Block)
-            block.attention.reset_parameters()
-            block.attention_norm.reset_parameters()
-            block.mlp_norm.reset_parameters()
-            nn.init.normal_(block.mlp.gate_proj.weight, std=std)
-            nn.init.normal_(block.mlp.up_proj.weight, std=std)
-            nn.init.normal_(block.mlp.down_proj.weight, std=std * shrink)
-            with torch.no_grad():
-                block.attention.out_proj.weight.mul_(shrink)
+            block.reset_parameters()
 
     def forward(
         self,
