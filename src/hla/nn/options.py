@@ -12,6 +12,7 @@ from typing import Any
 
 from hla import features
 from hla.arrays import is_integer, is_number
+from hla.cost import cost
 from hla.errors import OptionError, message
 from hla.options import FORMS
 
@@ -125,6 +126,33 @@ class LayerOptions:
             chunk_size=self.chunk_size,
             backend=self.backend,
         )
+
+    def widths(self) -> tuple[int, int, int]:
+        """Channels of q, k and v, all heads together."""
+        keys = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, keys, self.num_kv_heads * self.value_dim
+
+    def flops(self, length: int, batch: int) -> int:
+        """Floating-point operations of the forward pass: of projections, convolutions and operators."""
+        outputs = self.num_heads * self.value_dim
+        raised = sum(self.widths()) + outputs + (outputs if self.output_gate else 0)
+        raised += self.num_kv_heads if self.decay == "forget_gate" else 0
+        total = 2 * (self.d_model * raised + (self.conv_size or 0) * sum(self.widths())) * length
+        for group in self.groups():
+            own = self.operator_options(group)
+            total += cost(
+                own.operator,
+                T=length,
+                d=self.head_dim,
+                dv=self.value_dim,
+                heads=len(group.heads),
+                form=own.form if own.form != "auto" else "chunkwise",
+                chunk_size=own.chunk_size,
+                normalize=own.normalize,
+                mask=own.mask,
+                ridge=own.ridge,
+            ).flops
+        return total * batch
 
     def single_decay(self) -> float | None:
         """The decay where it is one number for all heads."""
@@ -250,7 +278,7 @@ def read_layer_options(
         bias=bias,
         form=form,
         chunk_size=common.chunk_size,
-        backend=backend,
+        backend=common.backend,
     )
 
 
@@ -302,7 +330,7 @@ def read_operator_options(
         ridge=float(ridge),
         form=form,
         chunk_size=None if chunk_size is None else int(chunk_size),
-        backend=backend,
+        backend=tuple(backend) if isinstance(backend, list) else backend,
     )
 
 

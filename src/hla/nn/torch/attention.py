@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,13 @@ from torch.nn import functional
 import hla
 from hla import arrays
 from hla.errors import DTypeError, OptionError, ShapeError, message
+from hla.nn.groups import Group, Runs, back_in_order, check_state, describe
 from hla.nn.options import Decay, HeadGroup, LayerOptions, read_layer_options
+from hla.nn.refusals import no_state
 from hla.nn.torch import sequences
-from hla.nn.torch.checks import check_field, check_mask, check_offsets, is_cast, other_layer
+from hla.nn.torch.checks import check_field, check_mask, check_offsets, is_cast
 from hla.nn.torch.convolution import ShortConvolution
-from hla.nn.torch.operator import HigherOrderOperator, no_state
+from hla.nn.torch.operator import HigherOrderOperator
 from hla.nn.torch.parts import (
     FixedDecay,
     ForgetGate,
@@ -28,27 +30,6 @@ from hla.nn.torch.parts import (
     rotate,
 )
 from hla.nn.torch.state import LayerState
-
-Runs = tuple[tuple[int, int], ...]
-"""Indices as (start, count) of consecutive ones: slices, where an index tensor would be a copy to the device."""
-
-
-class _Field(NamedTuple):
-    """A field of an operator's state: its name, whether it is stored once per key/value head, its last axes."""
-
-    name: str
-    keys_only: bool
-    axes: tuple[int, ...]
-
-
-class _Group(NamedTuple):
-    """A group of heads as the layer needs it, and the state of its operator."""
-
-    heads: Runs
-    kv_heads: Runs
-    per_kv_head: int
-    state: str
-    fields: tuple[_Field, ...]
 
 
 class HigherOrderAttention(nn.Module):
@@ -174,7 +155,7 @@ class HigherOrderAttention(nn.Module):
             backend=backend,
         )
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        widths = _widths(options)
+        widths = options.widths()
         self.q_proj, self.k_proj, self.v_proj = (
             nn.Linear(options.d_model, width, bias=bias, **placed) for width in widths
         )
@@ -197,8 +178,7 @@ class HigherOrderAttention(nn.Module):
         self._groups = tuple(map(self._group, groups, self.operators))
         if feature_map != "identity":  # a first call fills tables of the library, which a tracer must not see change
             hla.feature_map(torch.ones(1, device="cpu", dtype=accumulation_dtype(self.q_proj.weight)), feature_map)
-        order = [head for group in groups for head in group.heads]
-        self._back = _runs(tuple(sorted(range(len(order)), key=order.__getitem__)))
+        self._back = back_in_order(options)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -315,28 +295,7 @@ class HigherOrderAttention(nn.Module):
 
         Of projections, convolutions and operators (`hla.cost`), which are all but a few operations per feature.
         """
-        options = self.options
-        projections = [self.q_proj, self.k_proj, self.v_proj, self.out_proj, self.output_gate]
-        if isinstance(self.decay, ForgetGate):
-            projections.append(self.decay.proj)
-        per_token = sum(2 * p.in_features * p.out_features for p in projections if p is not None)
-        per_token += 2 * (options.conv_size or 0) * sum(_widths(options))
-        total = per_token * length
-        for group in options.groups():
-            own = options.operator_options(group)
-            total += hla.cost(
-                own.operator,
-                T=length,
-                d=options.head_dim,
-                dv=options.value_dim,
-                heads=len(group.heads),
-                form=own.form if own.form != "auto" else "chunkwise",
-                chunk_size=own.chunk_size,
-                normalize=own.normalize,
-                mask=own.mask,
-                ridge=own.ridge,
-            ).flops
-        return total * batch
+        return self.options.flops(length, batch)
 
     def extra_repr(self) -> str:
         """Sizes, and the options that are not shown by a module of their own."""
@@ -450,17 +409,10 @@ class HigherOrderAttention(nn.Module):
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
         return _pick(joined, self._back, 2), tuple(finals)
 
-    def _group(self, group: HeadGroup, operator: Any) -> _Group:
-        options = self.options
-        name, fields = "", []
-        if options.causal:
-            wide = accumulation_dtype(self.q_proj.weight)
-            empty = operator.init_state((1, 1, 1), options.head_dim, options.value_dim, device="meta", dtype=wide)
-            name = type(empty).__name__
-            fields = [
-                _Field(f, f == "key_moment", tuple(x.shape[3:])) for f, x in zip(empty._fields, empty, strict=True)
-            ]
-        return _Group(_runs(group.heads), _runs(group.kv_heads), group.per_kv_head, name, tuple(fields))
+    def _group(self, group: HeadGroup, operator: Any) -> Group:
+        options, wide = self.options, accumulation_dtype(self.q_proj.weight)
+        sizes = (1, 1, 1), options.head_dim, options.value_dim
+        return describe(group, operator.init_state(*sizes, device="meta", dtype=wide) if options.causal else None)
 
     def _zeros(self, batch: int, device: torch.device) -> LayerState:
         options, wide = self.options, accumulation_dtype(self.q_proj.weight)
@@ -484,7 +436,7 @@ class HigherOrderAttention(nn.Module):
     def _windows(self, batch: int, device: torch.device) -> tuple[Tensor, ...]:
         behind = (self.options.conv_size or 1) - 1
         wide = accumulation_dtype(self.q_proj.weight)
-        return tuple(torch.zeros(batch, behind, n, device=device, dtype=wide) for n in _widths(self.options))
+        return tuple(torch.zeros(batch, behind, n, device=device, dtype=wide) for n in self.options.widths())
 
     def _check_input(self, name: str, x: Any, axes: tuple[str, ...]) -> None:
         layout = f"({', '.join(axes)}, d_model = {self.options.d_model})"
@@ -501,31 +453,12 @@ class HigherOrderAttention(nn.Module):
 
     def _check_state(self, state: Any, batch: int, x: Tensor) -> None:
         """Errors unless the state is one of a layer like this, for this batch and device."""
-        if not isinstance(state, LayerState):
-            raise DTypeError(
-                message("state", "a LayerState", type(state).__name__, "Use return_state=True or init_state(batch).")
-            )
-        names = [(type(s).__name__, s._fields) for s in state.operators]
-        if names != [(g.state, tuple(f.name for f in g.fields)) for g in self._groups]:
-            raise other_layer("operators", [g.state for g in self._groups], [name for name, _ in names])
         wide = accumulation_dtype(self.q_proj.weight)
-        for group, found in zip(self._groups, state.operators, strict=True):
-            kv_heads = sum(count for _, count in group.kv_heads)
-            for field, x_field in zip(group.fields, found, strict=True):
-                inside = (kv_heads, 1 if field.keys_only else group.per_kv_head, *field.axes)
-                check_field(field.name, x_field, (batch, *inside), wide, x)
-        widths = () if self.options.conv_size is None else _widths(self.options)
-        if len(state.windows) != len(widths):
-            raise other_layer("windows", len(widths), len(state.windows))
-        for window, width in zip(state.windows, widths, strict=True):
-            check_field("windows", window, (batch, (self.options.conv_size or 1) - 1, width), wide, x)
-        check_field("position", state.position, (batch,), torch.int64, x)
 
+        def check(name: str, found: Tensor, shape: tuple[int, ...]) -> None:
+            check_field(name, found, shape, torch.int64 if name == "position" else wide, x)
 
-def _widths(options: LayerOptions) -> tuple[int, int, int]:
-    """Channels of q, k and v, all heads together."""
-    keys = options.num_kv_heads * options.head_dim
-    return options.num_heads * options.head_dim, keys, options.num_kv_heads * options.value_dim
+        check_state(state, LayerState, self.options, self._groups, batch, check)
 
 
 def _qk_norm(options: LayerOptions, **placed: Any) -> nn.Module | None:
@@ -545,16 +478,6 @@ def _decay(options: LayerOptions, **placed: Any) -> nn.Module | None:
     if options.decay == "forget_gate":
         return ForgetGate(options, **placed)
     return None if options.decay is None or options.single_decay() is not None else FixedDecay(options)
-
-
-def _runs(indices: tuple[int, ...]) -> Runs:
-    found: list[tuple[int, int]] = []
-    for i in indices:
-        if found and sum(found[-1]) == i:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((i, 1))
-    return tuple(found)
 
 
 def _pick(x: Tensor, runs: Runs, axis: int) -> Tensor:

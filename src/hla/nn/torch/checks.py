@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hla import arrays
-from hla.errors import DTypeError, MixedArrayError, OptionError, ShapeError, message
+from hla.errors import DTypeError, MixedArrayError, ShapeError, message
+from hla.nn.refusals import check_known_offsets, other_layer
 
 
 def is_cast(x: Tensor, own: torch.dtype) -> bool:
@@ -50,13 +50,7 @@ def check_offsets(offsets: Any, x: Tensor) -> int:
         )
     known = None if arrays.is_compiling() else arrays.host_integers(offsets)
     if known is not None:
-        if known[0] != 0 or known[-1] != x.shape[1]:
-            got = f"{known[0]} … {known[-1]}"
-            raise OptionError(
-                message("cu_seqlens", f"offsets from 0 to T = {x.shape[1]}", got, "Start at 0 and end at T.")
-            )
-        if any(b < a for a, b in pairwise(known)):
-            raise OptionError(message("cu_seqlens", "non-decreasing offsets", f"{known}", "Pass cumulative lengths."))
+        check_known_offsets(known, x.shape[1])
     return int(offsets.shape[0]) - 1
 
 
@@ -77,10 +71,3 @@ def check_field(name: str, found: Tensor, shape: tuple[int, ...], dtype: torch.d
                 f"state.{name}", f"a tensor on {x.device}, as x", f"{found.device}", "Move it with state.to(device)."
             )
         )
-
-
-def other_layer(name: str, expected: Any, got: Any) -> OptionError:
-    """The error for a state of a layer with other options."""
-    return OptionError(
-        message(f"state.{name}", f"{expected}", f"{got}", "A state serves only layers with the options that made it.")
-    )

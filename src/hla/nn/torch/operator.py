@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 import hla
 from hla import arrays
-from hla.errors import OptionError, ShapeError, message
+from hla.errors import OptionError, message
 from hla.nn.options import OperatorOptions, read_operator_options
+from hla.nn.refusals import check_batch, no_state
 
 
 class HigherOrderOperator(nn.Module):
@@ -108,7 +109,7 @@ class HigherOrderOperator(nn.Module):
         if state is not None:
             axes = [tuple(x.movedim(axis, -2).shape[:-2]) for x in (q, k, v)]
             batch = arrays.broadcast_shapes(*axes)
-            _check_batch(state, batch if cu_seqlens is None else (len(cu_seqlens) - 1, *batch))
+            check_batch(state, batch if cu_seqlens is None else (len(cu_seqlens) - 1, *batch))
         return getattr(hla, options.operator)(
             q,
             k,
@@ -142,7 +143,7 @@ class HigherOrderOperator(nn.Module):
         if not self.options.causal:
             raise no_state("step")
         axes = [tuple(x.shape[:-1]) for x in (q_t, k_t, v_t)]
-        _check_batch(state, arrays.broadcast_shapes(*axes))
+        check_batch(state, arrays.broadcast_shapes(*axes))
         return hla.step(state, q_t, k_t, v_t, **self._shared(decay, log_decay, token_mask))
 
     def init_state(
@@ -203,23 +204,3 @@ class HigherOrderOperator(nn.Module):
         options = self.options
         told = [f"{name}={getattr(options, name)!r}" for name, x in defaults.items() if getattr(options, name) != x]
         return ", ".join([repr(options.operator), *told])
-
-
-def no_state(where: str) -> OptionError:
-    """The error for asking a bidirectional module for a state."""
-    return OptionError(
-        message(where, "a causal module", "causal=False", "A bidirectional module has no state: call it as a whole.")
-    )
-
-
-def _check_batch(state: Any, batch: tuple[int, ...]) -> None:
-    """ShapeError unless the state's own fields have exactly this batch; the rest is checked by the operator."""
-    for field, x in zip(getattr(state, "_fields", ()), state, strict=False):
-        if field == "key_moment":  # stored once for each key/value head
-            continue
-        axes = tuple(x.shape[: -1 if field.endswith("mass") or "_mass_" in field else -2])
-        if axes != batch:
-            raise ShapeError(
-                message(f"state.{field}", f"the batch axes {batch} of these tokens", f"{axes}",
-                        "A state serves the batch that it was made for.")
-            )  # fmt: skip

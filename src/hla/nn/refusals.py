@@ -1,0 +1,45 @@
+"""Errors that layers of every framework raise in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from hla.errors import OptionError, ShapeError, message
+
+
+def no_state(where: str) -> OptionError:
+    """The error for asking a bidirectional module for a state."""
+    return OptionError(
+        message(where, "a causal module", "causal=False", "A bidirectional module has no state: call it as a whole.")
+    )
+
+
+def other_layer(name: str, expected: Any, got: Any) -> OptionError:
+    """The error for a state of a layer with other options."""
+    return OptionError(
+        message(f"state.{name}", f"{expected}", f"{got}", "A state serves only layers with the options that made it.")
+    )
+
+
+def check_known_offsets(known: Sequence[int], length: int) -> None:
+    """OptionError unless offsets of packed sequences run from 0 to the length."""
+    if known[0] != 0 or known[-1] != length:
+        got = f"{known[0]} … {known[-1]}"
+        raise OptionError(message("cu_seqlens", f"offsets from 0 to T = {length}", got, "Start at 0 and end at T."))
+    if any(b < a for a, b in pairwise(known)):
+        raise OptionError(message("cu_seqlens", "non-decreasing offsets", f"{known}", "Pass cumulative lengths."))
+
+
+def check_batch(state: Any, batch: tuple[int, ...]) -> None:
+    """ShapeError unless the state's own fields have exactly this batch; the rest is checked by the operator."""
+    for field, x in zip(getattr(state, "_fields", ()), state, strict=False):
+        if field == "key_moment":  # stored once for each key/value head
+            continue
+        axes = tuple(x.shape[: -1 if field.endswith("mass") or "_mass_" in field else -2])
+        if axes != batch:
+            raise ShapeError(
+                message(f"state.{field}", f"the batch axes {batch} of these tokens", f"{axes}",
+                        "A state serves the batch that it was made for.")
+            )  # fmt: skip
