@@ -1,0 +1,18 @@
+"""Transformers: a model of its own, and attention functions for models that exist.
+
+`HLAConfig` and `HLAForCausalLM` are known to `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` once this module is
+imported, under the model type "hla". `register` adds "hla2" and the others to what `attn_implementation` takes.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from hla.integrations.transformers.cache import HLACache, HLACacheLayer
+from hla.integrations.transformers.config import HLAConfig
+from hla.integrations.transformers.functions import register
+from hla.integrations.transformers.model import HLAForCausalLM, HLAModel
+
+__all__ = ["HLACache", "HLACacheLayer", "HLAConfig", "HLAForCausalLM", "HLAModel", "register"]
+
+AutoConfig.register(HLAConfig.model_type, HLAConfig, exist_ok=True)
+AutoModel.register(HLAConfig, HLAModel, exist_ok=True)
+AutoModelForCausalLM.register(HLAConfig, HLAForCausalLM, exist_ok=True)

@@ -1,0 +1,143 @@
+"""What the model remembers between calls, as a cache of Transformers. It holds states, and no token."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from hla.errors import OptionError, message
+from hla.integrations.transformers.config import HLAConfig
+
+
+class HLACacheLayer(CacheLayerMixin):
+    """The state of one layer, of constant size unless the layer is softmax attention.
+
+    Attributes:
+        state: a `LayerState`, the keys and values of a softmax layer, or None before the first token.
+        seen: how many columns of tokens went by, padding included, as Transformers counts.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Any = None
+        self.seen = 0
+
+    def advance(self, state: Any, columns: int) -> None:
+        """Take the state after so many columns more."""
+        self.state = state
+        self.seen = self.seen + columns
+
+    @property
+    def batch_size(self) -> int:
+        """The number of sequences; no attribute before the first token."""
+        if self.state is None:
+            raise AttributeError("batch_size")
+        return int(self.state.position.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return 0 if self.state is None else sum(x.numel() * x.element_size() for x in self.state.tensors())
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
+        """Raises: there are no keys and values."""
+        raise _no_keys()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises: there are no keys and values."""
+        raise _no_keys()
+
+    def get_seq_length(self) -> int:
+        """Columns of tokens, padding included."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns after so many more, and 0."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """−1: there is no maximum."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.state = None
+        self.seen = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """The sequences that `beam_idx` names, in its order."""
+        if self.state is not None:
+            self.state = self.state.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The sequences that `indices` names, or for which it is True."""
+        if self.state is not None:
+            self.state = self.state.map(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence so many times."""
+        if self.state is not None:
+            self.state = self.state.map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises unless it is 0: a state cannot give tokens back."""
+        if tokens_to_remove != 0:
+            raise OptionError(
+                message("crop", "0 tokens to remove", f"{tokens_to_remove}",
+                        "A state is a sum over all tokens, and none can be taken out: keep a copy from before "
+                        "(copy.deepcopy(cache)); assisted generation, which rolls back, is not possible.")
+            )  # fmt: skip
+
+    def offload(self) -> None:
+        """Move the state to the CPU."""
+        if self.state is not None:
+            self.device = self.state.position.device
+            self.state = self.state.map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move it back."""
+        if self.state is not None:
+            device = getattr(self, "device", torch.device("cpu"))
+            self.state = self.state.map(lambda x: x.to(device, non_blocking=True))
+
+
+class HLACache(Cache):
+    """The states of all layers of a model.
+
+    Args:
+        config: of the model.
+
+    Example:
+        >>> import torch
+        >>> from hla.integrations.transformers import HLACache, HLAConfig, HLAForCausalLM
+        >>> config = HLAConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2)
+        >>> model, cache = HLAForCausalLM(config).eval(), HLACache(config)
+        >>> _ = model(torch.randint(50, (1, 10)), cache=cache)
+        >>> size = cache.nbytes
+        >>> _ = model(torch.randint(50, (1, 90)), cache=cache)
+        >>> cache.get_seq_length(), cache.nbytes == size
+        (100, True)
+    """
+
+    def __init__(self, config: HLAConfig) -> None:
+        super().__init__(layers=[HLACacheLayer() for _ in range(config.num_hidden_layers)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(layer.nbytes for layer in self.layers)
+
+
+def _no_keys() -> OptionError:
+    return OptionError(
+        message("cache", "a cache of keys and values", "an HLACache, which has states",
+                "Only models of hla can use it: pass no cache, and this model makes its own.")
+    )  # fmt: skip

@@ -1,0 +1,348 @@
+"""The model: the blocks of `hla.models.Decoder` with the interface of Transformers."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from hla import arrays
+from hla.errors import DTypeError, OptionError, ShapeError, message
+from hla.integrations.transformers.cache import HLACache
+from hla.integrations.transformers.config import HLAConfig
+from hla.nn.torch.decoder import STD, Block, Decoder
+from hla.nn.torch.parts import RMSNorm
+
+CACHE = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
+"""What this version of Transformers calls the cache: "cache" from 5.24 on."""
+_RENAMED = (("embedding.", "model.embed_tokens."), ("blocks.", "model.layers."), ("norm.", "model.norm."),
+            ("head.", "lm_head."))  # fmt: skip
+"""Parameters of `Decoder`, and what they are called here."""
+
+
+class HLALayer(GradientCheckpointingLayer, Block):
+    """A block of the decoder that can be checkpointed."""
+
+
+class HLAPreTrainedModel(PreTrainedModel):
+    """What the models have in common."""
+
+    config_class = HLAConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("HLALayer",)
+    _is_stateful = True
+
+    def __init__(self, config: HLAConfig, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(config, HLAConfig):
+            raise DTypeError(message("config", "an HLAConfig", type(config).__name__, "Make one of its values."))
+        super().__init__(config, *args, **kwargs)
+        chosen = self.config._attn_implementation
+        if chosen not in (None, "eager"):
+            raise OptionError(
+                message("attn_implementation", "none for this model", repr(chosen),
+                        "Its config says what each layer is: layers=…, and attention={\"backend\": …}.")
+            )  # fmt: skip
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As the decoder; what was loaded from a file stays."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, RMSNorm):
+            module.reset_parameters()
+        elif isinstance(module, Block):
+            loaded = [p for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
+            kept = [p.clone() for p in loaded]
+            if len(loaded) < len(list(module.parameters())):
+                module.reset_parameters()
+            for p, value in zip(loaded, kept, strict=True):
+                p.copy_(value)
+
+
+class HLAModel(HLAPreTrainedModel):
+    """The decoder without its logits: tokens (B, T) → (B, T, hidden_size).
+
+    Args:
+        config: an `HLAConfig`.
+    """
+
+    def __init__(self, config: HLAConfig) -> None:
+        super().__init__(config)
+        told = config.to_model_config()
+        self.embed_tokens = nn.Embedding(told.vocab_size, told.d_model)
+        self.layers = nn.ModuleList(HLALayer(told, kind) for kind in told.kinds())
+        self.norm = RMSNorm((told.d_model,), told.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: HLACache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cache: HLACache | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Hidden states behind the last norm.
+
+        Args:
+            input_ids: int (B, T).
+            attention_mask: (B, T), or with the columns that the cache has seen in front, 0 where there is padding.
+                Padding may be anywhere; it changes nothing.
+            past_key_values: an `HLACache`, which is advanced; Transformers calls it `cache` from 5.24 on, and both
+                names are taken.
+            inputs_embeds: (B, T, hidden_size), in place of `input_ids`.
+            use_cache: return a cache; by default as the config says, but not in training.
+            output_hidden_states: return those before each block and the last, too.
+            return_dict: False for a tuple.
+            cache: see `past_key_values`.
+            **kwargs: none that has a value, except `position_ids` that count the tokens, as they are counted anyway.
+
+        Raises:
+            OptionError, ShapeError, DTypeError, TypeError: what the model cannot do, or does not know.
+        """
+        cache = _one_cache(cache, past_key_values)
+        config = self.config
+        if (input_ids is None) == (inputs_embeds is None):
+            got = "both" if input_ids is not None else "none"
+            raise OptionError(message("input_ids, inputs_embeds", "exactly one", got, "Pass tokens or embeddings."))
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if x.ndim != 3:
+            raise ShapeError(
+                message("input_ids", "shape (B, T)", f"{tuple(x.shape[:-1])}", "One row for each sequence.")
+            )
+        skipped = _skipped(attention_mask, x, cache)
+        _check_others(kwargs, skipped, cache, x)
+        use_cache = (config.use_cache and not self.training) if use_cache is None else use_cache
+        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if cache is None and use_cache:
+            cache = HLACache(config)
+        if cache is not None and (not isinstance(cache, HLACache) or len(cache.layers) != len(self.layers)):
+            raise DTypeError(
+                message("cache", f"an HLACache of {len(self.layers)} layers",
+                        f"{type(cache).__name__} of {len(cache.layers)}" if isinstance(cache, HLACache)
+                        else type(cache).__name__, "Pass none, or HLACache(model.config).")
+            )  # fmt: skip
+        x = functional.dropout(x, config.dropout, self.training)
+        hidden = [x]
+        for i, layer in enumerate(self.layers):
+            before = None if cache is None else cache.layers[i].state
+            x, after = layer(x, before, cache is not None, skipped)
+            if cache is not None:
+                cache.layers[i].advance(after, x.shape[1])
+            hidden.append(x)
+        x = self.norm(x).to(x.dtype)
+        found = BaseModelOutputWithPast(
+            last_hidden_state=x,
+            hidden_states=(*hidden[:-1], x) if output_hidden_states else None,
+            **{CACHE: cache if use_cache else None},
+        )
+        return found if _returns_dict(config, return_dict) else found.to_tuple()
+
+
+class HLAForCausalLM(HLAPreTrainedModel, GenerationMixin):
+    """A language model with a state of constant size, for `generate`, `Trainer` and the like.
+
+    Args:
+        config: an `HLAConfig`.
+
+    Example:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM
+        >>> from hla.integrations.transformers import HLAConfig
+        >>> model = AutoModelForCausalLM.from_config(HLAConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
+        >>> tokens = torch.randint(50, (2, 7))
+        >>> model(tokens, labels=tokens).logits.shape
+        torch.Size([2, 7, 50])
+        >>> model.generate(tokens, max_new_tokens=5, do_sample=False).shape
+        torch.Size([2, 12])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (Transformers reads a dict)
+
+    def __init__(self, config: HLAConfig) -> None:
+        super().__init__(config)
+        self.model = HLAModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: HLACache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cache: HLACache | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Logits, and the loss where there are labels.
+
+        Args:
+            input_ids: as for `HLAModel`, like the rest.
+            attention_mask: see `input_ids`.
+            past_key_values: see `input_ids`.
+            inputs_embeds: see `input_ids`.
+            labels: int (B, T), the tokens themselves; −100 where there is no loss. They are shifted here.
+            use_cache: see `input_ids`.
+            output_hidden_states: see `input_ids`.
+            return_dict: see `input_ids`.
+            logits_to_keep: the last so many columns, 0 for all; or the indices of columns.
+            cache: see `input_ids`.
+            **kwargs: as for `HLAModel`; beside them `num_items_in_batch`, by which the sum of losses is divided.
+
+        Raises:
+            OptionError, ShapeError, DTypeError, TypeError: as `HLAModel`.
+        """
+        loss_options = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
+        found = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            cache=_one_cache(cache, past_key_values),
+            **kwargs,
+        )
+        x = found.last_hidden_state
+        kept = slice(-logits_to_keep if logits_to_keep else None, None) if isinstance(logits_to_keep, int) else None
+        logits = self.lm_head(x[:, logits_to_keep if kept is None else kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_options)
+        made = CausalLMOutputWithPast(
+            loss=loss, logits=logits, hidden_states=found.hidden_states, **{CACHE: found.get(CACHE)}
+        )
+        return made if _returns_dict(self.config, return_dict) else made.to_tuple()
+
+    @classmethod
+    def from_decoder(cls, decoder: Decoder, **kwargs: Any) -> HLAForCausalLM:
+        """The model with copies of a decoder's weights, in its dtype and mode.
+
+        Args:
+            decoder: an `hla.models.Decoder`.
+            **kwargs: fields of `HLAConfig` that a decoder does not have, as `eos_token_id`.
+        """
+        config = HLAConfig.from_model_config(decoder.config, **kwargs)
+        parameter = decoder.embedding.weight
+        model: HLAForCausalLM = cls(config).to(device=parameter.device, dtype=parameter.dtype)
+        found = {}
+        for name, x in decoder.state_dict().items():
+            start, new = next((start, new) for start, new in _RENAMED if name.startswith(start))
+            found[new + name.removeprefix(start)] = x
+        if config.tie_word_embeddings:
+            found["lm_head.weight"] = found["model.embed_tokens.weight"]
+        model.load_state_dict(found)
+        model.train(decoder.training)
+        return model
+
+    def to_decoder(self) -> Decoder:
+        """An `hla.models.Decoder` with copies of the weights, in their dtype and mode."""
+        config = self.config.to_model_config()
+        parameter = self.model.embed_tokens.weight
+        decoder = Decoder(config, device=parameter.device, dtype=parameter.dtype)
+        found = {}
+        for name, x in self.state_dict().items():
+            new, start = next((new, start) for new, start in _RENAMED if name.startswith(start))
+            found[new + name.removeprefix(start)] = x
+        if config.tie_embeddings:
+            del found["head.weight"]
+        decoder.load_state_dict(found)
+        return decoder.train(self.training)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """An empty cache before the first token, which chunked prefill needs."""
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and bool((mask[:, -1] == 0).any()):
+            raise OptionError(
+                message("attention_mask", "a token at the end of each prompt", "padding there",
+                        "The next token comes after the last column: pad on the left (padding_side=\"left\").")
+            )  # fmt: skip
+        if generation_config.cache_implementation is not None:
+            raise OptionError(
+                message("cache_implementation", "None", repr(generation_config.cache_implementation),
+                        "The model has a state of constant size, and no other cache.")
+            )  # fmt: skip
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = HLACache(self.config)
+
+
+def _one_cache(cache: Any, past_key_values: Any) -> Any:
+    if cache is not None and past_key_values is not None:
+        raise OptionError(message("cache, past_key_values", "one of them", "both", "They are the same thing."))
+    return past_key_values if cache is None else cache
+
+
+def _returns_dict(config: HLAConfig, return_dict: bool | None) -> bool:
+    return bool(config.return_dict if return_dict is None else return_dict)
+
+
+def _skipped(attention_mask: Any, x: Tensor, cache: HLACache | None) -> Tensor | None:
+    """bool (B, T), True for padding; None where there is none."""
+    if attention_mask is None:
+        return None
+    batch, length = x.shape[:2]
+    seen = cache.get_seq_length() if isinstance(cache, HLACache) else 0
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        got = f"{tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ShapeError(
+            message("attention_mask", "a tensor (B, T), 0 for padding", got,
+                    "The layers are causal and know no other masks.")
+        )  # fmt: skip
+    if attention_mask.shape[0] != batch or attention_mask.shape[1] not in (length, seen + length):
+        raise ShapeError(
+            message("attention_mask", f"shape ({batch}, {length})" + f" or ({batch}, {seen + length})" * (seen > 0),
+                    f"{tuple(attention_mask.shape)}", "One entry for each token, with or without those of the cache.")
+        )  # fmt: skip
+    skipped = attention_mask[:, attention_mask.shape[1] - length :].to(x.device) == 0
+    return skipped if arrays.is_traced(skipped) or bool(skipped.any()) else None
+
+
+def _check_others(kwargs: dict[str, Any], skipped: Tensor | None, cache: HLACache | None, x: Tensor) -> None:
+    """Errors for what would change nothing, or something else than it says."""
+    positions = kwargs.pop("position_ids", None)
+    for name, value in kwargs.items():
+        if name == "output_attentions":
+            if value:
+                raise OptionError(message(name, "False", "True", "There are no attention weights."))
+        elif value is not None:
+            raise TypeError(message(name, "no such argument", type(value).__name__, "The model does not know it."))
+    if positions is None:
+        return
+    refused = OptionError(
+        message("position_ids", "none, or the number of tokens before each", "others",
+                "The model counts tokens itself. It takes no packed sequences: pad them, or use cu_seqlens of "
+                "hla.nn.torch.HigherOrderAttention.")
+    )  # fmt: skip
+    if arrays.is_traced(positions):
+        raise refused
+    present = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if skipped is None else ~skipped
+    state = None if cache is None or not isinstance(cache, HLACache) else cache.layers[0].state
+    before = present.new_zeros(x.shape[0], dtype=torch.int64) if state is None else state.position
+    counted = before[:, None] + present.cumsum(1) - 1
+    if positions.shape[-1] != x.shape[1] or bool(((positions.to(x.device) != counted) & present).any()):
+        raise refused
