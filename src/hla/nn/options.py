@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hla import features
@@ -126,6 +126,14 @@ class LayerOptions:
             chunk_size=self.chunk_size,
             backend=self.backend,
         )
+
+    def arguments(self) -> dict[str, Any]:
+        """The keywords that make another layer with these options."""
+        told = {field.name: getattr(self, field.name) for field in fields(self)}
+        told["operator"] = list(told.pop("operators"))
+        if not isinstance(self.decay, str):
+            told |= {"decay": None if self.decay is None else list(self.decay), "decay_range": None}
+        return told
 
     def widths(self) -> tuple[int, int, int]:
         """Channels of q, k and v, all heads together."""
