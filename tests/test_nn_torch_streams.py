@@ -13,7 +13,7 @@ import pytest
 
 import budget
 import layers
-from layers import BATCH, BIDIRECTIONAL, CAUSAL, D_MODEL, TOKENS
+from layers import BATCH, BIDIRECTIONAL, CAUSAL, D_MODEL, MASKS, OFFSETS, RICH, TOKENS
 from libraries import only
 
 torch: Any = only("torch")
@@ -22,17 +22,6 @@ from hla.nn.torch import LayerState  # noqa: E402
 from test_nn_torch import assert_close, make, parameters, tokens  # noqa: E402
 
 UNIT = budget.UNIT["float64"]
-RICH = {
-    "operator": layers.MIXED,
-    "decay": "forget_gate",
-    "num_kv_heads": 3,
-    "feature_map": "softmax",
-    "rotary": True,
-    "normalize": True,
-    "ridge": 0.3,
-    "bias": True,
-}
-"""One configuration that has everything."""
 
 
 def allowed(layer: Any, options: dict[str, Any], x: Any) -> Any:
@@ -106,13 +95,6 @@ def test_the_future_has_no_influence(options: dict[str, Any]) -> None:
 
 # --- padding ---------------------------------------------------------------------------------------------------------
 
-MASKS = {
-    "none": [[0] * TOKENS, [0] * TOKENS],
-    "left": [[1] * 4 + [0] * 7, [0] * TOKENS],
-    "right": [[0] * TOKENS, [0] * 6 + [1] * 5],
-    "inside": [[0, 1, 1, 0, 0, 1, 0, 0, 0, 1, 0], [1, 0, 0, 0, 1, 1, 1, 1, 0, 0, 1]],
-    "all": [[1] * TOKENS, [0] * 3 + [1] * 8],
-}
 PADDED = [(options, True) for options in [*CAUSAL[::3], RICH]] + [(options, False) for options in BIDIRECTIONAL]
 
 
@@ -193,8 +175,6 @@ def test_gradients_of_steps_pass_padding_by() -> None:
 
 
 # --- packed sequences ------------------------------------------------------------------------------------------------
-
-OFFSETS = [0, 3, 3, 4, 9, 11, 11]
 
 
 @pytest.mark.parametrize("device", ["int64", "int32"])
