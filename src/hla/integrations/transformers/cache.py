@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from hla.arrays import is_traced
 from hla.errors import OptionError, message
 from hla.integrations.transformers.config import HLAConfig
 
@@ -32,7 +33,7 @@ class HLACacheLayer(CacheLayerMixin):
 
     def advance(self, state: Any, columns: int) -> None:
         """Take the state after so many columns more."""
-        self.state = state
+        self.state = state.map(_alone)
         self.seen = self.seen + columns
 
     @property
@@ -134,6 +135,13 @@ class HLACache(Cache):
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(layer.nbytes for layer in self.layers)
+
+
+def _alone(x: Tensor) -> Tensor:
+    """x, or a copy of it if it is a view that keeps much more alive: all tokens of a prompt, say."""
+    if is_traced(x) or x.untyped_storage().nbytes() <= 2 * x.numel() * x.element_size():
+        return x
+    return x.clone()
 
 
 def _no_keys() -> OptionError:

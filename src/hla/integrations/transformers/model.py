@@ -50,6 +50,9 @@ class HLAPreTrainedModel(PreTrainedModel):
                         "Its config says what each layer is: layers=…, and attention={\"backend\": …}.")
             )  # fmt: skip
 
+    def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super()._initialize_weights(module)  # of classes outside of Transformers it would leave out the blocks
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As the decoder; what was loaded from a file stays."""
