@@ -1,0 +1,208 @@
+r"""The exchange: from the sums of the slices to the states that enter them, and back.
+
+With X_0 the initial state and A ⊕ B as in `hla.rules`, the state that enters slice r is X_r = X_{r−1} ⊕ sums_{r−1}. All
+ranks gather all sums, rank 0's already moved on from X_0. Backwards, with d_r the cotangent of X_r by what rank r
+computes from it and D that of the last state,
+
+    λ_P = D,    λ_r = d_r + (∂X_{r+1}/∂X_r)ᵀ λ_{r+1},    d sums_r = (∂X_{r+1}/∂sums_r)ᵀ λ_{r+1},
+
+so that all ranks gather all d_r, which are as large as a state: fewer numbers than the sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hla.backends.torch.namespace import PLAIN
+from hla.distributed.torch.groups import Place, pack, unpack
+from hla.problem import States
+from hla.rules import RHO, Rule, combine_values, pull_values
+
+Shape = tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    """One exchange."""
+
+    place: Place
+    rule: Rule
+    fields: tuple[tuple[str, Shape], ...]
+    """of sums: ρ and the rule's symbols"""
+    states: tuple[str, ...]
+    """those symbols that are states of the operator"""
+    final: bool
+    """whether the state after the last slice is wanted"""
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Of the fields."""
+        return [shape for _, shape in self.fields]
+
+    @property
+    def state_shapes(self) -> list[Shape]:
+        """Of the states."""
+        known = dict(self.fields)
+        return [known[s] for s in self.states]
+
+
+def exchange(plan: Plan, sums: States, initial: States, tie: Tensor | None) -> tuple[States, States]:
+    """(states that enter this rank's slice, states after the last slice or {}).
+
+    `tie`: a tensor that wants a gradient, where any rank does: then the exchange is in the graph of every rank.
+    """
+    given = [*(sums[s] for s, _ in plan.fields), *(initial[s] for s in plan.states)]
+    found = Exchange.apply(plan, tie, *given)  # type: ignore[no-untyped-call]
+    count = len(plan.states)
+    return dict(zip(plan.states, found, strict=False)), dict(zip(plan.states, found[count:], strict=False))
+
+
+class Exchange(torch.autograd.Function):
+    """(plan, tie, *sums, *initial states) → (*entering states, *final states). One collective in each direction."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, tie: Tensor | None, *given: Tensor) -> tuple[Tensor, ...]:
+        """Every rank combines what it has gathered."""
+        sums, initial = _read(plan, given)
+        others = plan.place.gather(pack(_message(plan, sums, initial), given[0].dtype))
+        entering, final = _combine(plan, initial, others)
+        ctx.plan, ctx.count = plan, len(given)
+        later = others[plan.place.rank + 1 :].clone()  # those before have no part in the gradient
+        ctx.save_for_backward(tie, *given, *(entering[s] for s in plan.states), later)
+        return (*(entering[s].clone() for s in plan.states), *(final[s].clone() for s in plan.states if final))
+
+    @staticmethod
+    def backward(ctx: Any, *d: Tensor) -> tuple[Any, ...]:
+        """The adjoint, by hand; by autograd where that is to be differentiated again."""
+        plan: Plan = ctx.plan
+        tie, *saved = ctx.saved_tensors
+        given, count = saved[: ctx.count], len(plan.states)
+        if torch.is_grad_enabled():
+            return (None, None, *_pull_again(plan, tie, given, d))
+        heard = plan.place.gather(pack(list(d), given[0].dtype))
+        d_states = [unpack(row, plan.state_shapes * (2 if plan.final else 1)) for row in heard]
+        entering = dict(zip(plan.states, saved[ctx.count : ctx.count + count], strict=True))
+        later = [_row(plan, row) for row in saved[-1]]
+        sums, initial = _read(plan, given)
+        cotangent = {s: torch.zeros_like(x) for s, x in entering.items()}
+        if plan.final:
+            for row in d_states:
+                cotangent = {s: cotangent[s] + x for s, x in zip(plan.states, row[count:], strict=True)}
+        befores = [_advance(plan, entering, sums)]
+        for summary in later[:-1]:
+            befores.append(_advance(plan, befores[-1], summary))
+        first = plan.place.rank + 1
+        for i in range(len(later) - 1, -1, -1):
+            cotangent, _ = _pull(plan, befores[i], later[i], cotangent)
+            cotangent = {s: cotangent[s] + x for s, x in zip(plan.states, d_states[first + i], strict=False)}
+        d_initial, d_sums = _pull(plan, entering, sums, cotangent)
+        made = [d_sums[s] for s, _ in plan.fields]
+        if plan.place.rank == 0:
+            return (None, None, *made, *(d_initial[s] + x for s, x in zip(plan.states, d, strict=False)))
+        return (None, None, *made, *(torch.zeros_like(x) for x in initial.values()))
+
+
+def _read(plan: Plan, given: Any) -> tuple[States, States]:
+    count = len(plan.fields)
+    sums = {s: x for (s, _), x in zip(plan.fields, given, strict=False)}
+    return sums, dict(zip(plan.states, given[count:], strict=True))
+
+
+def _row(plan: Plan, row: Tensor) -> States:
+    return dict(zip((s for s, _ in plan.fields), unpack(row, plan.shapes), strict=True))
+
+
+def _message(plan: Plan, sums: States, initial: States) -> list[Tensor]:
+    """A rank's sums; the first's with the initial state before them."""
+    if plan.place.rank == 0:
+        sums = {**sums, **_advance(plan, initial, sums)}
+    return [sums[s].expand(shape) for s, shape in plan.fields]
+
+
+def _combine(plan: Plan, initial: States, others: Tensor) -> tuple[States, States]:
+    rank = plan.place.rank
+    states: States = {s: x for s, x in _row(plan, others[0]).items() if s in plan.states}
+    entering = initial
+    for i in range(1, plan.place.size):
+        if i == rank:
+            entering = states
+        if i >= rank and not plan.final:
+            break
+        states = _advance(plan, states, _row(plan, others[i]))
+    return entering, states if plan.final else {}
+
+
+def _before(states: States, rho: Tensor) -> States:
+    """States as they get past a slice: where a reset lies in it nothing does, not even NaN."""
+    return {s: torch.where(rho == 0, 0.0, x) for s, x in states.items()}
+
+
+def _advance(plan: Plan, states: States, summary: States) -> States:
+    return combine_values(PLAIN, plan.rule, _before(states, summary[RHO]), summary, plan.states)
+
+
+def _pull(plan: Plan, states: States, summary: States, d: States) -> tuple[States, States]:
+    """The adjoint of `_advance`: cotangents of the states and of the summary."""
+    rho = summary[RHO]
+    moving = plan.rule._replace(terms={s: plan.rule.terms[s] for s in plan.states})
+    one, zero = torch.ones_like(rho), torch.zeros_like(rho)
+    earlier, later = pull_values(PLAIN, moving, {**_before(states, rho), RHO: one}, summary, {**d, RHO: zero})
+    return {s: torch.where(rho == 0, 0.0, earlier[s]) for s in plan.states}, later
+
+
+# A gradient of the gradient: gathering and its transpose are each other's derivatives.
+
+
+class Gather(torch.autograd.Function):
+    """(place, tie, (n,)) → (size, n)."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Place, tie: Tensor, x: Tensor) -> Tensor:
+        """One collective."""
+        ctx.place = place
+        ctx.save_for_backward(tie)
+        return place.gather(x).clone()
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Any, ...]:
+        """What all ranks have for this one."""
+        return None, None, Collect.apply(ctx.place, *ctx.saved_tensors, d)  # type: ignore[no-untyped-call]
+
+
+class Collect(torch.autograd.Function):
+    """(place, tie, (size, n)) → (n,): row r of every rank, added up on rank r."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Place, tie: Tensor, x: Tensor) -> Tensor:
+        """One collective."""
+        ctx.place = place
+        ctx.save_for_backward(tie)
+        heard = place.gather(x.reshape(-1)).reshape(place.size, place.size, -1)
+        return heard[:, place.rank].sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Any, ...]:
+        """Everybody's, at its row."""
+        return None, None, Gather.apply(ctx.place, *ctx.saved_tensors, d)  # type: ignore[no-untyped-call]
+
+
+def _pull_again(plan: Plan, tie: Tensor, given: list[Tensor], d: tuple[Tensor, ...]) -> list[Tensor | None]:
+    """The gradient with a graph, from the exchange in operations that can be differentiated."""
+    with torch.enable_grad():
+        copies = [x.view_as(x) if x.requires_grad else x for x in given]
+        sums, initial = _read(plan, copies)
+        own = pack(_message(plan, sums, initial), given[0].dtype)
+        others = Gather.apply(plan.place, tie, own)  # type: ignore[no-untyped-call]
+        # rank 0 reads nothing of the others: asking for the last state too keeps the collective in its graph
+        entering, final = _combine(plan._replace(final=True), initial, others)
+        results = [*(entering[s] for s in plan.states), *(final[s] for s in plan.states)]
+        cotangents = [*d, *(torch.zeros_like(x) for x in results[len(d) :])]
+        wanted = [tie, *(x for x in copies if x.requires_grad)]
+        kept = [(x, y) for x, y in zip(results, cotangents, strict=True) if x.requires_grad]
+        found = iter(torch.autograd.grad(
+            [x for x, _ in kept], wanted, [y for _, y in kept], create_graph=True, allow_unused=True
+        ))  # fmt: skip
+        next(found)
+        return [next(found) if x.requires_grad else None for x in copies]

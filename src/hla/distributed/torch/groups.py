@@ -1,0 +1,99 @@
+"""Groups of processes, and the one collective that everything here is made of."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from hla.errors import OptionError, message
+
+# its name since torch 2.13, where the old one warns
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Group: TypeAlias = ProcessGroup | DeviceMesh | tuple[DeviceMesh, str | int] | None
+"""What callers may pass: a ProcessGroup, a DeviceMesh of one dimension, a mesh and one of its dimensions, or None for
+the default group."""
+
+
+class Place(NamedTuple):
+    """A group, and where in it this process is: the slices of the sequence lie in the order of the ranks."""
+
+    group: ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: Group) -> Place:
+        """This process's place; OptionError where it has none."""
+        found = _group_of(group)
+        rank = dist.get_rank(found)
+        if rank < 0:
+            raise OptionError(
+                message("group", "a group that this process is in", f"one without rank {dist.get_rank()}",
+                        "Call only on the processes that hold a slice.")
+            )  # fmt: skip
+        return cls(found, rank, dist.get_world_size(found))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """(n,) on every rank → (size, n): one collective with messages of equal size."""
+        if self.size == 1:
+            return x[None]
+        found = x.new_empty(self.size * x.shape[0])
+        _all_gather(found, x.contiguous(), group=self.group)
+        return found.reshape(self.size, -1)
+
+
+def _group_of(group: Any) -> ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise OptionError(
+            message("group", "processes that know each other", "torch.distributed without a default group",
+                    "Call torch.distributed.init_process_group first.")
+        )  # fmt: skip
+    if group is None:
+        found = dist.group.WORLD
+        assert found is not None
+        return found
+    if isinstance(group, ProcessGroup):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise OptionError(
+                message("group", "a DeviceMesh of one dimension", f"one of {group.ndim}",
+                        "Pass mesh[name], or (mesh, name), for the dimension that the sequence is spread over.")
+            )  # fmt: skip
+        return group.get_group()
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        try:
+            return group[0].get_group(group[1])
+        except (KeyError, IndexError, RuntimeError, ValueError) as error:
+            raise OptionError(
+                message("group", f"a dimension of {group[0]}", repr(group[1]), "Check the name.")
+            ) from error
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise OptionError(
+            message("group", "a group that this process is in", "one without it",
+                    "Call only on the processes that hold a slice.")
+        )  # fmt: skip
+    raise OptionError(
+        message("group", "a ProcessGroup, a DeviceMesh, (mesh, dimension) or None", _told(group), "Pass one of these.")
+    )
+
+
+def _told(x: Any) -> str:
+    return f"{x!r:.60}"
+
+
+def pack(tensors: list[Tensor], like: torch.dtype) -> Tensor:
+    """Tensors as one row of numbers."""
+    return torch.cat([x.reshape(-1).to(like) for x in tensors])
+
+
+def unpack(row: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    """The inverse of `pack`."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return [x.reshape(shape) for x, shape in zip(torch.split(row, sizes), shapes, strict=True)]
