@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hla import arrays, traffic
 from hla.arrays import FLOATING
 from hla.checks import spec_of
+from hla.distributed.rounds import Round, rounds
 from hla.errors import OptionError, message
 from hla.family import Program, program, shapes, steps
 from hla.options import FORMS, Options
+from hla.rules import Rule
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _DEFAULT_CHUNK = 64
+_EXCHANGES = ("gather", "doubling")
+_LIBRARIES = ("jax", "torch")
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What `cost` answers; for one sequence with all its heads.
+
+    On several devices, flops, activation_bytes and the two of traffic are those of one device, with a slice of ⌈T/P⌉
+    tokens; state_bytes, kv_cache_bytes and crossover are about the whole sequence, as on one device.
 
     Attributes:
         flops: floating-point operations of the forward pass, a multiply-add counted as two.
@@ -29,6 +37,13 @@ class Cost:
         traffic_bytes: what the forward pass has to move between memory and processor at least; a decode step is
             ``form="recurrent"`` with ``T=1``.
         backward_traffic_bytes: the same of the gradient, chunkwise.
+        devices: P.
+        rounds: exchanges of the forward pass one after another, each waiting for the one before; 0 on one device. The
+            backward pass has as many.
+        sent_bytes: what a device sends in the forward pass, whatever T.
+        backward_sent_bytes: what it sends in the backward pass.
+        device_bytes: memory of the forward pass on one device: its slices of q, k, v and o, its state, the summaries it
+            holds, and activation_bytes.
     """
 
     flops: int
@@ -38,6 +53,11 @@ class Cost:
     crossover: int
     traffic_bytes: int
     backward_traffic_bytes: int
+    devices: int
+    rounds: int
+    sent_bytes: int
+    backward_sent_bytes: int
+    device_bytes: int
 
 
 def cost(
@@ -55,6 +75,10 @@ def cost(
     mask: str = "causal",
     definition: str = "exact",
     ridge: float = 0.0,
+    devices: int = 1,
+    exchange: str = "gather",
+    method: str = "auto",
+    library: str = "jax",
 ) -> Cost:
     r"""Flops, state and memory of a call (§5).
 
@@ -64,6 +88,12 @@ def cost(
 
     Traffic, chunkwise: linear attention 3(d + dv) + 2·d·dv/C numbers per token and head, HLA₂ 5d + 3dv + 2·d·dv/C, AHLA
     2(d + dv), all in the inputs' dtype; recurrent: each state read and written for every token.
+
+    Over P devices (`hla.distributed`) a slice's summary has n numbers per head, in float32 or float64: the fields of a
+    segment, and ρ. To gather all of them a device sends (P − 1)·n, in one exchange; doubling sends n in each of
+    ⌈log₂(P − 1)⌉ + 1. JAX runs the exchanges backwards for the gradient, which sends as much again; PyTorch sends the
+    cotangents of the states alone, (P − 1) states. Mask "none" adds its states up, 2(P − 1)/P of them. Asking for the
+    last state adds as much in JAX, and another (P − 1) states to PyTorch's gradient.
 
     Args:
         operator: the operator's name.
@@ -79,45 +109,120 @@ def cost(
         mask: as for the operator.
         definition: as for the operator.
         ridge: as for the operator.
+        devices: P, over which the sequence is spread.
+        exchange: "gather" or "doubling", as for `hla.distributed.jax`.
+        method: "auto", "segments" or "stages", as for `hla.distributed`.
+        library: "jax" or "torch": whose backward pass sends.
 
     Returns:
         A `Cost`.
 
     Raises:
-        OptionError: an unknown operator, form or dtype, or a size below 1 (T below 0).
+        OptionError: an unknown operator, form, dtype, exchange, method or library, or a size below 1 (T below 0).
 
     Example:
         >>> import hla
         >>> c = hla.cost("hla2", T=4096, d=64, dv=64, heads=8)
         >>> c.state_bytes, c.kv_cache_bytes, c.crossover
         (262144, 16777216, 512)
+        >>> c = hla.cost("hla2", T=10**7, d=64, dv=64, heads=8, devices=64)
+        >>> c.rounds, c.sent_bytes
+        (1, 24774624)
     """
-    for name, size, least in (("T", T, 0), ("d", d, 1), ("dv", dv, 1), ("heads", heads, 1)):
+    sizes = (("T", T, 0), ("d", d, 1), ("dv", dv, 1), ("heads", heads, 1), ("devices", devices, 1))
+    for name, size, least in sizes:
         if not arrays.is_integer(size) or size < least:
             raise OptionError(message(name, f"an integer ≥ {least}", repr(size), "Pass a size."))
     if chunk_size is not None and (not arrays.is_integer(chunk_size) or chunk_size < 1):
         raise OptionError(message("chunk_size", "an integer ≥ 1 or None", repr(chunk_size), "Pass a size."))
-    T, d, dv, heads = int(T), int(d), int(dv), int(heads)
-    if form not in FORMS:
-        raise OptionError(message("form", f"one of {', '.join(FORMS)}", repr(form), "Check the spelling."))
-    if dtype not in FLOATING:
-        raise OptionError(message("dtype", f"one of {', '.join(FLOATING)}", repr(dtype), "Check the spelling."))
+    T, d, dv, heads, devices = int(T), int(d), int(dv), int(heads), int(devices)
+    for name, word, known in (
+        ("form", form, FORMS),
+        ("dtype", dtype, FLOATING),
+        ("exchange", exchange, _EXCHANGES),
+        ("library", library, _LIBRARIES),
+    ):
+        if word not in known:
+            raise OptionError(message(name, f"one of {', '.join(known)}", repr(word), "Check the spelling."))
     options = Options(mask=mask, definition=definition, normalize=normalize, ridge=ridge)
     found = program(spec_of(operator, options, order))
-    longest = {"recurrent": 1, "parallel": max(T, 1)}.get(form, int(chunk_size or _DEFAULT_CHUNK))
-    chunk = min(longest, max(T, 1))
+    plan = rounds(found.spec, method)
+    tokens = -(-T // devices)
+    longest = {"recurrent": 1, "parallel": max(tokens, 1)}.get(form, int(chunk_size or _DEFAULT_CHUNK))
+    chunk = min(longest, max(tokens, 1))
     wide = 8 if dtype == "float64" else 4
     state = 0 if mask == "none" else _state_numbers(found, d, dv)
     in_long_sequences = ("chunkwise", _DEFAULT_CHUNK) if form == "parallel" else (form, longest)
+    activation = _activation_numbers(found, d, dv, chunk, tokens, form)
+    flops = _flops_per_token(found, d, dv, chunk, form)
+    moved = _bytes(traffic.forward(found, d, dv, chunk, form, tokens), _BYTES[dtype], wide)
+    moved_back = _bytes(traffic.backward(found, d, dv, chunk), _BYTES[dtype], wide)
+    joining = _Joining(0, 0, 0, 0, 0)
+    if devices > 1:
+        joining = _joining(plan, d, dv, devices, exchange, library)
+        within = min(int(chunk_size or _DEFAULT_CHUNK), max(tokens, 1))
+        for part in () if mask == "none" else plan:  # there the states are summed once anyway
+            flops += _flops_per_token(part.program, d, dv, within, "chunkwise")
+            forth = traffic.forward(part.program, d, dv, within, "chunkwise", tokens)
+            moved += _bytes(forth, _BYTES[dtype], wide)
+            moved_back += _bytes(traffic.backward(part.program, d, dv, within), _BYTES[dtype], wide)
     return Cost(
-        flops=_flops_per_token(found, d, dv, chunk, form) * T * heads,
+        flops=(flops * tokens + joining.flops) * heads,
         state_bytes=state * wide * heads,
-        activation_bytes=_activation_numbers(found, d, dv, chunk, T, form) * wide * heads,
+        activation_bytes=activation * wide * heads,
         kv_cache_bytes=T * (d + dv) * _BYTES[dtype] * heads,
         crossover=math.ceil(_flops_per_token(found, d, dv, in_long_sequences[1], in_long_sequences[0]) / (d + dv)),
-        traffic_bytes=_bytes(traffic.forward(found, d, dv, chunk, form, T), _BYTES[dtype], wide) * T * heads,
-        backward_traffic_bytes=_bytes(traffic.backward(found, d, dv, chunk), _BYTES[dtype], wide) * T * heads,
+        traffic_bytes=moved * tokens * heads,
+        backward_traffic_bytes=moved_back * tokens * heads,
+        devices=devices,
+        rounds=joining.rounds,
+        sent_bytes=joining.sent * wide * heads,
+        backward_sent_bytes=joining.sent_back * wide * heads,
+        device_bytes=(2 * (d + dv) * tokens * _BYTES[dtype] + (state + joining.held + activation) * wide) * heads,
     )
+
+
+class _Joining(NamedTuple):
+    """What joining the slices takes, per device and head; numbers, not bytes."""
+
+    rounds: int
+    sent: int
+    sent_back: int
+    held: int
+    flops: int
+
+
+def _joining(plan: tuple[Round, ...], d: int, dv: int, devices: int, exchange: str, library: str) -> _Joining:
+    sizes = [shapes(part.program, (), (), (), d, dv).state for part in plan]
+    sent = [sum(math.prod(size[s]) for s in part.rule.symbols) for part, size in zip(plan, sizes, strict=True)]
+    if plan[0].program.spec.mask == "none":  # all devices add up
+        added = sum(-(-2 * (devices - 1) * n // devices) for n in sent)
+        return _Joining(len(plan), added, added, sum(sent), 0)
+    kept = {state.symbol for state in program(plan[0].program.spec).states}
+    numbers = sum(sent) + len(plan)  # ρ
+    states = sum(
+        math.prod(size[s]) for part, size in zip(plan, sizes, strict=True) for s in part.rule.symbols if s in kept
+    )
+    moving = sum(_combination_flops(part.rule, size, kept) for part, size in zip(plan, sizes, strict=True))
+    if exchange == "gather":
+        others = devices - 1
+        back = states if library == "torch" else numbers
+        return _Joining(len(plan), others * numbers, others * back, devices * numbers, devices * moving)
+    hops = 1 + (devices - 2).bit_length()  # ⌈log₂(P − 1)⌉
+    whole = sum(
+        _combination_flops(part.rule, size, set(part.rule.symbols)) for part, size in zip(plan, sizes, strict=True)
+    )
+    return _Joining(hops * len(plan), hops * numbers, hops * numbers, 2 * numbers, (hops - 1) * whole + moving)
+
+
+def _combination_flops(found: Rule, sizes: dict[str, tuple[int, ...]], wanted: set[str]) -> int:
+    """Of the matrix products when two summaries are combined."""
+    total = 0
+    for symbol in found.symbols:
+        for term in found.terms[symbol] if symbol in wanted else ():
+            first, *others = (sizes[name][::-1] if turned else sizes[name] for name, _, turned in term.factors)
+            total += sum(2 * first[0] * rows * columns for rows, columns in others)
+    return total
 
 
 def _bytes(moved: traffic.Numbers, stored: int, wide: int) -> int:
