@@ -48,19 +48,58 @@ class Plan(NamedTuple):
         return [known[s] for s in self.states]
 
 
-def exchange(plan: Plan, sums: States, initial: States, tie: Tensor | None) -> tuple[States, States]:
-    """(states that enter this rank's slice, states after the last slice or {}).
+class Exchanges:
+    """The exchanges of one call, each with its counterpart in the backward pass of every rank, in the same order.
 
-    `tie`: a tensor that wants a gradient, where any rank does: then the exchange is in the graph of every rank.
+    `needs_grad`: whether any rank wants a gradient. Then a tie, a number that does, leads from all inputs through all
+    exchanges into all results, whatever else these depend on: no way back from a result to an input misses an exchange.
     """
-    given = [*(sums[s] for s, _ in plan.fields), *(initial[s] for s in plan.states)]
-    found = Exchange.apply(plan, tie, *given)  # type: ignore[no-untyped-call]
-    count = len(plan.states)
-    return dict(zip(plan.states, found, strict=False)), dict(zip(plan.states, found[count:], strict=False))
+
+    def __init__(self, place: Place, device: torch.device, needs_grad: bool) -> None:
+        self.place = place
+        self._tie = torch.zeros((), device=device, requires_grad=True) if needs_grad else None
+
+    def run(self, rule: Rule, sums: States, initial: States, *, final: bool) -> tuple[States, States]:
+        """(states that enter this rank's slice, states after the last slice or {}). `initial` has those symbols of the
+        rule that are states of the operator."""
+        fields = tuple((s, tuple(sums[s].shape)) for s in (RHO, *rule.symbols))
+        plan = Plan(self.place, rule, fields, tuple(initial), final)
+        given = [*(sums[s] for s, _ in fields), *initial.values()]
+        tie, *found = Exchange.apply(plan, self._tie, *given)  # type: ignore[no-untyped-call]
+        if self._tie is not None:
+            self._tie = tie
+        count = len(plan.states)
+        return dict(zip(plan.states, found, strict=False)), dict(zip(plan.states, found[count:], strict=False))
+
+    def tied(self, tensors: list[Any]) -> list[Any]:
+        """The same tensors, tied to what has been and what will be tied or exchanged; others than tensors that want a
+        gradient as they are."""
+        wanted = [i for i, x in enumerate(tensors) if isinstance(x, Tensor) and x.requires_grad]
+        if self._tie is None:
+            return tensors
+        self._tie, *found = Tie.apply(self._tie, *(tensors[i] for i in wanted))  # type: ignore[no-untyped-call]
+        result = list(tensors)
+        for i, x in zip(wanted, found, strict=True):
+            result[i] = x
+        return result
+
+
+class Tie(torch.autograd.Function):
+    """Tensors as they are, in one node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Views."""
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *d: Tensor) -> tuple[Tensor, ...]:
+        """As they are."""
+        return d
 
 
 class Exchange(torch.autograd.Function):
-    """(plan, tie, *sums, *initial states) → (*entering states, *final states). One collective in each direction."""
+    """(plan, tie, *sums, *initial states) → (tie, *entering states, *final states). One collective each way."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, tie: Tensor | None, *given: Tensor) -> tuple[Tensor, ...]:
@@ -71,16 +110,17 @@ class Exchange(torch.autograd.Function):
         ctx.plan, ctx.count = plan, len(given)
         later = others[plan.place.rank + 1 :].clone()  # those before have no part in the gradient
         ctx.save_for_backward(tie, *given, *(entering[s] for s in plan.states), later)
-        return (*(entering[s].clone() for s in plan.states), *(final[s].clone() for s in plan.states if final))
+        results = [*(entering[s] for s in plan.states), *(final[s] for s in plan.states if final)]
+        return given[0].new_zeros(()), *(x.clone() for x in results)
 
     @staticmethod
-    def backward(ctx: Any, *d: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_tie: Tensor, *d: Tensor) -> tuple[Any, ...]:
         """The adjoint, by hand; by autograd where that is to be differentiated again."""
         plan: Plan = ctx.plan
         tie, *saved = ctx.saved_tensors
         given, count = saved[: ctx.count], len(plan.states)
         if torch.is_grad_enabled():
-            return (None, None, *_pull_again(plan, tie, given, d))
+            return (None, d_tie, *_pull_again(plan, tie, given, d))
         heard = plan.place.gather(pack(list(d), given[0].dtype))
         d_states = [unpack(row, plan.state_shapes * (2 if plan.final else 1)) for row in heard]
         entering = dict(zip(plan.states, saved[ctx.count : ctx.count + count], strict=True))
@@ -100,8 +140,8 @@ class Exchange(torch.autograd.Function):
         d_initial, d_sums = _pull(plan, entering, sums, cotangent)
         made = [d_sums[s] for s, _ in plan.fields]
         if plan.place.rank == 0:
-            return (None, None, *made, *(d_initial[s] + x for s, x in zip(plan.states, d, strict=False)))
-        return (None, None, *made, *(torch.zeros_like(x) for x in initial.values()))
+            return (None, d_tie, *made, *(d_initial[s] + x for s, x in zip(plan.states, d, strict=False)))
+        return (None, d_tie, *made, *(torch.zeros_like(x) for x in initial.values()))
 
 
 def _read(plan: Plan, given: Any) -> tuple[States, States]:

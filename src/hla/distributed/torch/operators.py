@@ -16,7 +16,7 @@ from hla.backends.torch.namespace import PLAIN
 from hla.checks import Checked, check_call
 from hla.distributed.rounds import METHODS, rounds
 from hla.distributed.torch.agreement import Agreed, Claim, agree
-from hla.distributed.torch.exchange import Plan, exchange
+from hla.distributed.torch.exchange import Exchanges
 from hla.distributed.torch.groups import Group, Place
 from hla.distributed.torch.sums import slice_sums
 from hla.errors import DTypeError, OptionError, message
@@ -183,20 +183,22 @@ class _Call:
             assert agreed is not None
             checked = self._packed(agreed.lengths, self.offsets)
         problem = checked.problem
-        tie: Tensor | None = None
-        if torch.is_grad_enabled() and (agreed is None or agreed.needs_grad):
-            tie = torch.zeros((), device=problem.v.device, requires_grad=True)
+        needs_grad = torch.is_grad_enabled() and (agreed is None or agreed.needs_grad)
+        exchanges = Exchanges(self.place, problem.v.device, needs_grad)
         if problem.starts is not None and self.offsets is None:
             problem = replace(problem, starts=_continued(self.place, problem.starts, self.options.segment_ids))
         length = problem.length
         if not length:  # a token that is skipped, so that everything has a gradient
             problem = _one_skipped(problem)
+        problem = _tied(exchanges, problem)
         checked = checked._replace(problem=problem)
         finals: States = {}
         if self.everything:
-            output = self._everything(problem, tie)
+            output = self._everything(problem, exchanges)
         else:
-            output, finals = self._causal(checked, tie)
+            output, finals = self._causal(checked, exchanges)
+        output, *ends = exchanges.tied([output, *finals.values()])
+        finals = dict(zip(finals, ends, strict=True))
         if not length:
             output = output[..., :0, :]
         output = arrays.moveaxis(PLAIN, output, -2, checked.axis)
@@ -222,9 +224,9 @@ class _Call:
         problem = replace(self.checked.problem, starts=starts.to(q.device))
         return self.checked._replace(problem=problem)
 
-    def _causal(self, checked: Checked, tie: Tensor | None) -> tuple[Tensor, States]:
+    def _causal(self, checked: Checked, exchanges: Exchanges) -> tuple[Tensor, States]:
         """Sums, exchanges, and the operator from the states that enter the slice."""
-        problem, place = checked.problem, self.place
+        problem = checked.problem
         entering: States = {}
         finals: States = {}
         leading = () if not self.by_sequence else (len(cast(list[int], problem.cu_seqlens)) - 1,)
@@ -232,16 +234,14 @@ class _Call:
         for part, rule in rounds(problem.program.spec, self.method):
             sums = slice_sums(checked, self.options, part, rule, entering)
             sums, initial = _aligned(problem, part, sums, tuple(s for s in rule.symbols if s in own), leading)
-            fields = tuple((s, tuple(sums[s].shape)) for s in (RHO, *rule.symbols))
-            plan = Plan(place, rule, fields, tuple(initial), checked.return_state)
-            found, last = exchange(plan, sums, initial, tie)
+            found, last = exchanges.run(rule, sums, initial, final=checked.return_state)
             entering |= found
             finals |= last
         started = replace(problem, initial=entering, return_state=False)
         output, _ = self.backend.runner(problem.program.spec.operator)(started)
         return output, finals
 
-    def _everything(self, problem: Problem, tie: Tensor | None) -> Tensor:
+    def _everything(self, problem: Problem, exchanges: Exchanges) -> Tensor:
         """mask="none": what all tokens add up to is read by each."""
         streams = problem.streams(problem.q, problem.k, problem.v, problem.token_mask)
         totals: States = {}
@@ -251,12 +251,20 @@ class _Call:
                 sums = {RHO: total.new_ones((1, 1)), symbol: total}
                 added = Term(0, 0, "chain", ((symbol, True, False),)), Term(0, 0, "chain", ((symbol, False, False),))
                 terms: dict[str, tuple[Term, ...]] = {symbol: added}
-                fields = tuple((s, tuple(x.shape)) for s, x in sums.items())
-                plan = Plan(self.place, Rule(problem.program, terms, False), fields, (symbol,), True)
-                totals |= exchange(plan, sums, {symbol: torch.zeros_like(total)}, tie)[1]
+                rule, zero = Rule(problem.program, terms, False), {symbol: torch.zeros_like(total)}
+                totals |= exchanges.run(rule, sums, zero, final=True)[1]
             if read is not None:
                 streams[read.result] = streams[read.query] @ totals[symbol]
         return cast(Tensor, problem.finish(streams, problem.token_mask))
+
+
+def _tied(exchanges: Exchanges, problem: Problem) -> Problem:
+    """The problem with its inputs tied to the exchanges."""
+    initial = problem.initial or {}
+    given = [problem.q, problem.k, problem.v, problem.log_decay, problem.scale, *initial.values()]
+    q, k, v, log_decay, scale, *states = exchanges.tied(given)
+    made = dict(zip(initial, states, strict=True)) or None
+    return replace(problem, q=q, k=k, v=v, log_decay=log_decay, scale=scale, initial=made)
 
 
 def _aligned(
