@@ -43,9 +43,12 @@ class Axis(NamedTuple):
         return jnp.where(self.rank >= 0, x, x)
 
     def from_before(self, x: Array, distance: int) -> Array:
-        """What the device so many places before holds; zeros where there is none."""
-        pairs = [(i, i + distance) for i in range(self.size - distance)]
-        return lax.ppermute(x, self.name, pairs)  # type: ignore[no-any-return]
+        """What the device so many places before holds; zeros where there is none.
+
+        All devices send, the last ones to the first: `jax.vmap` with a named axis takes no less.
+        """
+        pairs = [(i, (i + distance) % self.size) for i in range(self.size)]
+        return jnp.where(self.rank < distance, jnp.zeros_like(x), lax.ppermute(x, self.name, pairs))
 
     def total(self, x: Array) -> Array:
         """The sum over all devices, the same on each."""
@@ -76,8 +79,8 @@ def gather(rule: Rule, own: States, initial: States, axis: Axis) -> States:
 def double(rule: Rule, own: States, initial: States, axis: Axis) -> States:
     """From the neighbour, then from 1, 2, 4, … devices before: the scan of Hillis and Steele.
 
-    After n steps a device has the summary of 2ⁿ slices before its own. Where there is no device that far before, zeros
-    arrive: with ρ = 1 the summary of nothing.
+    After n steps a device has the summary of 2ⁿ slices before its own. Where there is no device that far before are
+    zeros: with ρ = 1 the summary of nothing.
     """
     if axis.size == 1:
         return initial

@@ -136,7 +136,8 @@ def _along_sequences(problem: Problem, offsets: Array, axis: Axis, rank: int) ->
     log_decay = problem.log_decay
     if log_decay is not None and problem.constant:
         log_decay = jnp.broadcast_to(log_decay, (*log_decay.shape[:-2], length, 1))
-    return replace(problem, token_mask=mask, log_decay=log_decay, constant=log_decay is None)
+    v = jnp.broadcast_to(problem.v, (count, *(1,) * (rank + 2 - problem.v.ndim), *problem.v.shape))
+    return replace(problem, v=v, token_mask=mask, log_decay=log_decay, constant=log_decay is None)
 
 
 # States
