@@ -323,7 +323,8 @@ def test_any_split_equals_the_whole(kinds: Any) -> None:
             part = slice(done, done + count)
             done += count
             told = mask[:, :done] if count % 2 else mask[:, part]  # with the columns before, or without
-            found.append(model(tokens[:, part], attention_mask=told, **{CACHE: cache}).logits)
+            at = {} if done % 2 else {"position_ids": (mask.cumsum(1) - 1)[:, part]}
+            found.append(model(tokens[:, part], attention_mask=told, **at, **{CACHE: cache}).logits)
             assert cache.get_seq_length() == done
         assert_close(torch.cat(found, 1)[present], want[present], bound[present])
     positions = cache.layers[0].state.position.tolist()
@@ -345,7 +346,9 @@ def test_training() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5]), losses[::5]
-    assert not torch.equal(model(tokens).logits, model(tokens).logits), "dropout"
+    first, second = (model(tokens, output_hidden_states=True).hidden_states for _ in range(2))
+    assert float((first[0] == 0).double().mean()) == pytest.approx(0.05, abs=0.02), "dropout of embeddings"
+    assert not torch.equal(first[1] - first[0], second[1] - second[0]), "dropout of blocks"
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -645,6 +648,8 @@ def test_refused_calls() -> None:
         (hla.OptionError, "They are the same thing", {"past_key_values": cache, "cache": cache}),
         (hla.OptionError, "It takes no packed sequences", {"position_ids": packed}),
         (hla.OptionError, "position_ids: expected none", {"position_ids": torch.arange(1, 12)[None]}),
+        (hla.OptionError, "position_ids: expected none", {"position_ids": torch.arange(10)[None]}),
+        (hla.OptionError, "position_ids: expected none", {"position_ids": torch.arange(11)[None], CACHE: cache}),
         (hla.OptionError, "There are no attention weights", {"output_attentions": True}),
         (TypeError, "token_type_ids: expected no such argument", {"token_type_ids": tokens}),
         (TypeError, "attention_msk: expected no such argument", {"attention_msk": mask}),

@@ -10,7 +10,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hla.arrays import is_traced
 from hla.errors import OptionError, message
-from hla.integrations.transformers.config import HLAConfig
 
 
 class HLACacheLayer(CacheLayerMixin):
@@ -61,8 +60,8 @@ class HLACacheLayer(CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns after so many more, and 0."""
-        return self.seen + query_length, 0
+        """The keys of a call are those of its own columns: their number, and where they start."""
+        return query_length, self.seen
 
     def get_max_length(self) -> int:
         """−1: there is no maximum."""
@@ -114,7 +113,7 @@ class HLACache(Cache):
     """The states of all layers of a model.
 
     Args:
-        config: of the model.
+        config: of the model; only its `num_hidden_layers` counts.
 
     Example:
         >>> import torch
@@ -128,7 +127,7 @@ class HLACache(Cache):
         (100, True)
     """
 
-    def __init__(self, config: HLAConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(layers=[HLACacheLayer() for _ in range(config.num_hidden_layers)])
 
     @property
@@ -147,5 +146,5 @@ def _alone(x: Tensor) -> Tensor:
 def _no_keys() -> OptionError:
     return OptionError(
         message("cache", "a cache of keys and values", "an HLACache, which has states",
-                "Only models of hla can use it: pass no cache, and this model makes its own.")
+                "Only layers that keep states can use it: pass no cache, and this model makes its own.")
     )  # fmt: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 import hla
@@ -121,7 +122,7 @@ def register(
                 scale=1.0,
                 normalize=normalize,
                 eps=eps,
-                ridge=ridge if name == "hla2" or name == operators else 0.0,
+                ridge=ridge if name == "hla2" or "hla2" not in names else 0.0,
                 form=form,
                 chunk_size=chunk_size,
                 backend=backend,
@@ -211,19 +212,22 @@ def _mask(
 
     `mask_function(b, h, i, j)` says whether token i sees token j.
     """
-    if q_length != kv_length or kv_offset != 0:
+    config = kwargs.get("config")
+    _check_model(config)
+    if q_length != kv_length or (not arrays.is_compiling() and kv_offset != q_offset):
         raise OptionError(
             message("cache", "no tokens in it with this attention", f"{q_length} queries and {kv_length} keys",
                     _NO_CACHE + ".")
         )  # fmt: skip
-    if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
-        windowed = getattr(kwargs.get("config"), "sliding_window", None) is not None  # which the layers look at, too
-        segments = _segments(batch_size, q_length, mask_function, attention_mask, use_vmap, windowed, device)
-        if attention_mask is None:
-            return segments
-    if attention_mask is None:
-        return None
-    return attention_mask if arrays.is_traced(attention_mask) or not bool(attention_mask.all()) else None
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, -kv_length:]
+        if not arrays.is_traced(attention_mask) and bool(attention_mask.all()):
+            attention_mask = None
+    if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
+        return attention_mask
+    windowed = getattr(config, "sliding_window", None) is not None  # the layers look at it, too
+    segments = _segments(batch_size, q_length, mask_function, attention_mask, use_vmap, windowed, device)
+    return segments if attention_mask is None else attention_mask
 
 
 def _segments(
@@ -263,8 +267,11 @@ def _segments(
         before = (first - 1).clamp_min(0)
         strange = ~sees(time.expand(batch, -1), first) | ((first > 0) & sees(time.expand(batch, -1), before))
         strange[:, :-1] |= sees(time[:, :-1], time[:, 1:])
-        if bool(strange.any()) or (attention_mask is not None and bool(starts[:, 1:].any())):
+        packed = bool(starts[:, 1:].any())
+        if bool(strange.any()) or (attention_mask is not None and packed):
             raise refused
+        if not packed:
+            return None
     return starts.cumsum(1) - 1
 
 
@@ -285,6 +292,19 @@ def _told(attention_mask: Any, batch: int, length: int, module: nn.Module, kwarg
         )  # fmt: skip
     name = "token_mask" if attention_mask.dtype == torch.bool else "segment_ids"
     return {name: attention_mask[:, None, None]}
+
+
+def _check_model(config: Any) -> None:
+    """OptionError for models that make masks as others do and then compute softmax attention by themselves."""
+    if arrays.is_compiling() or type(config) not in MODEL_MAPPING or config.get_text_config() is not config:
+        return
+    models = MODEL_MAPPING[type(config)]
+    for model in models if isinstance(models, (list, tuple)) else [models]:
+        if not hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS"):
+            raise OptionError(
+                message("attn_implementation", "a model that looks up its attention by name", model.__name__,
+                        "It would compute softmax attention all the same: use hla.nn.convert.")
+            )  # fmt: skip
 
 
 def _check_positions(module: nn.Module, positions: Any) -> None:
