@@ -172,7 +172,8 @@ def compare(call: Call, lengths: list[int], rank: int, method: str, **more: Any)
     loss = (output * call.cut("o", call.d_output, part)).sum()
     if rank == (len(lengths) - 1) // 2:
         loss = loss + sum((x * d).sum() for x, d in zip(state, call.d_state, strict=True))
-    for name, d in zip(local, torch.autograd.grad(loss, list(local.values())), strict=True):
+    for name, found in zip(local, torch.autograd.grad(loss, list(local.values())), strict=True):
+        d = found.contiguous()
         if name not in ("q", "k", "v", "log_decay"):
             dist.all_reduce(d)
         worst[f"d {name}"] = error(d, call.cut(name, call.gradients[name], part), call.gradients[name])
@@ -183,7 +184,8 @@ def compare(call: Call, lengths: list[int], rank: int, method: str, **more: Any)
 def equal_cases(rank: int, size: int) -> None:
     """All cases; what a process of `test_equals_one_process` does."""
     failures: list[str] = []
-    for i, case in enumerate(CASES):
+    chosen = {4: CASES, 3: CASES[::2], 2: CASES[1::2], 1: CASES[::4]}[size]
+    for i, case in enumerate(chosen):
         call = Call(case)
         for j, method in enumerate(case.methods):
             lengths = SLICES[size][(i + j) % len(SLICES[size])]

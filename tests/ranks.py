@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import time
 import traceback
 from collections.abc import Callable
@@ -18,9 +19,8 @@ def run(work: str, size: int, folder: Path, *arguments: Any, alive: int | None =
 
     `alive`: how many are to report, where some are killed.
     """
-    import torch.multiprocessing as mp
-
-    context = mp.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.tensor", "hla.distributed.torch"])  # imported once for all
     processes = [
         context.Process(target=_begin, args=(work, rank, size, str(folder), arguments), daemon=True)
         for rank in range(size)

@@ -57,7 +57,7 @@ class Exchanges:
 
     def __init__(self, place: Place, device: torch.device, needs_grad: bool) -> None:
         self.place = place
-        self._tie = torch.zeros((), device=device, requires_grad=True) if needs_grad else None
+        self.tie = torch.zeros((), device=device, requires_grad=True) if needs_grad else None
 
     def run(self, rule: Rule, sums: States, initial: States, *, final: bool) -> tuple[States, States]:
         """(states that enter this rank's slice, states after the last slice or {}). `initial` has those symbols of the
@@ -65,19 +65,19 @@ class Exchanges:
         fields = tuple((s, tuple(sums[s].shape)) for s in (RHO, *rule.symbols))
         plan = Plan(self.place, rule, fields, tuple(initial), final)
         given = [*(sums[s] for s, _ in fields), *initial.values()]
-        tie, *found = Exchange.apply(plan, self._tie, *given)  # type: ignore[no-untyped-call]
-        if self._tie is not None:
-            self._tie = tie
+        tie, *found = Exchange.apply(plan, self.tie, *given)  # type: ignore[no-untyped-call]
+        if self.tie is not None:
+            self.tie = tie
         count = len(plan.states)
         return dict(zip(plan.states, found, strict=False)), dict(zip(plan.states, found[count:], strict=False))
 
     def tied(self, tensors: list[Any]) -> list[Any]:
         """The same tensors, tied to what has been and what will be tied or exchanged; others than tensors that want a
         gradient as they are."""
-        wanted = [i for i, x in enumerate(tensors) if isinstance(x, Tensor) and x.requires_grad]
-        if self._tie is None:
+        if self.tie is None:
             return tensors
-        self._tie, *found = Tie.apply(self._tie, *(tensors[i] for i in wanted))  # type: ignore[no-untyped-call]
+        wanted = [i for i, x in enumerate(tensors) if isinstance(x, Tensor) and x.requires_grad]
+        self.tie, *found = Tie.apply(self.tie, *(tensors[i] for i in wanted))  # type: ignore[no-untyped-call]
         result = list(tensors)
         for i, x in zip(wanted, found, strict=True):
             result[i] = x

@@ -31,12 +31,53 @@ _agreed: set[tuple[str, Claim]] = set()
 
 
 @dataclass(frozen=True)
+class Session:
+    """Several calls of which the ranks have agreed on as one, such as those of a layer."""
+
+    place: Place
+    exchanges: Exchanges
+    lengths: tuple[int, ...] | None
+    """tokens on each rank, where they have been told"""
+
+    @classmethod
+    def begin(
+        cls,
+        place: Place,
+        like: Tensor,
+        claim: Claim,
+        wants_grad: bool,
+        refusal: Exception | None,
+        *,
+        length: int,
+        need_lengths: bool,
+        check: bool | None = None,
+    ) -> Session:
+        """Raises `refusal`, or an error on all ranks where their claims differ; see `hla.distributed.torch`, `check`.
+
+        `wants_grad`: whether an input of this rank does. `length`: its tokens.
+        """
+        key = (place.group.group_name, claim)
+        agreed: Agreed | None = None
+        if check is True or need_lengths or (check is None and (like.device.type == "cpu" or key not in _agreed)):
+            agreed = agree(place, like.device, claim, length, wants_grad and torch.is_grad_enabled(), refusal)
+            if len(_agreed) > 10_000:
+                _agreed.clear()
+            _agreed.add(key)
+        elif refusal is not None:
+            raise refusal
+        needs_grad = torch.is_grad_enabled() and (agreed is None or agreed.needs_grad)
+        return cls(place, Exchanges(place, like.device, needs_grad), None if agreed is None else agreed.lengths)
+
+
+@dataclass(frozen=True)
 class Sharing:
     """How a call is shared, beside the operators' own keywords."""
 
     group: Group = None
     method: str = "auto"
     check: bool | None = None
+    session: Session | None = None
+    """of a layer, which has compared the calls"""
 
 
 def run(
@@ -53,6 +94,11 @@ def run(
 def run_here(function: str, q: Any, k: Any, v: Any, given: dict[str, Any], sharing: Sharing, order: int | None) -> Any:
     """`run`, in plain Python."""
     options = read_options(function, given)
+    session = sharing.session
+    if sharing.check not in (None, True, False):
+        raise OptionError(message("check", "True, False or None", repr(sharing.check), "None decides by the device."))
+    if session is not None:
+        return _Call(session.place, function, q, k, v, options, sharing, order).run(session)
     place = Place.of(sharing.group)
     refusal: Exception | None = None
     call: _Call | None = None
@@ -60,32 +106,18 @@ def run_here(function: str, q: Any, k: Any, v: Any, given: dict[str, Any], shari
         call = _Call(place, function, q, k, v, options, sharing, order)
     except Exception as error:
         refusal = error
-    agreed = _agree(place, call, v, sharing.check, refusal)
+    session = Session.begin(
+        place,
+        v if isinstance(v, Tensor) else torch.empty(0),
+        () if call is None else call.claim(),
+        call is not None and call.wants_grad(),
+        refusal,
+        length=0 if call is None else call.checked.problem.length,
+        need_lengths=call is not None and call.offsets is not None,
+        check=sharing.check,
+    )
     assert call is not None
-    return call.run(agreed)
-
-
-def _agree(place: Place, call: _Call | None, v: Any, check: bool | None, refusal: Exception | None) -> Agreed | None:
-    """Whether all ranks make the same call; None where they were not asked."""
-    if check not in (None, True, False):
-        raise OptionError(message("check", "True, False or None", repr(check), "None decides by the device."))
-    device = v.device if isinstance(v, Tensor) else torch.device("cpu")
-    claim = () if call is None else call.claim()
-    grad = torch.is_grad_enabled()
-    known = (place.group.group_name, claim) in _agreed
-    needed = call is not None and call.offsets is not None
-    if not needed and (check is False or (check is None and device.type != "cpu" and known)):
-        if refusal is not None:
-            raise refusal
-        return None
-    length = 0 if call is None else call.checked.problem.length
-    wants = call is not None and grad and call.wants_grad()
-    found = agree(place, device, claim, length, wants, refusal)
-    if not known:
-        if len(_agreed) > 10_000:
-            _agreed.clear()
-        _agreed.add((place.group.group_name, claim))
-    return found
+    return call.run(session)
 
 
 class _Call:
@@ -176,15 +208,13 @@ class _Call:
             found.append(("initial_state", f"{type(state).__name__}: {shapes}"))
         return tuple(found)
 
-    def run(self, agreed: Agreed | None) -> Any:
+    def run(self, session: Session) -> Any:
         """The call. From here on all ranks do the same."""
-        checked = self.checked
+        checked, exchanges = self.checked, session.exchanges
         if self.offsets is not None:
-            assert agreed is not None
-            checked = self._packed(agreed.lengths, self.offsets)
+            assert session.lengths is not None
+            checked = self._packed(session.lengths, self.offsets)
         problem = checked.problem
-        needs_grad = torch.is_grad_enabled() and (agreed is None or agreed.needs_grad)
-        exchanges = Exchanges(self.place, problem.v.device, needs_grad)
         if problem.starts is not None and self.offsets is None:
             problem = replace(problem, starts=_continued(self.place, problem.starts, self.options.segment_ids))
         length = problem.length

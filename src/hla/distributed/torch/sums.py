@@ -1,6 +1,6 @@
 r"""What the tokens of one slice add to states, from inputs that are kept and nothing else.
 
-A state whose streams are inputs is one product over all tokens, Σ_t Γ(T−1,t)^p b_t c_tᵀ. One that takes the result of a
+A state whose streams are inputs is one product over all tokens, Σ_t Γ(T−1,t) b_t c_tᵀ. One that takes the result of a
 read is run chunk by chunk, as the operators are; on Triton as the operator itself.
 """
 
@@ -62,8 +62,8 @@ def slice_sums(checked: Checked, options: Options, part: Program, rule: Rule, kn
             if span is None:
                 span = (_suffix(problem),)
             b, c = _stream(problem, state.key), _stream(problem, state.value)
-            decayed = span[0] if state.power else None
-            total = DecayedSum.of(b, c, decayed, problem.token_mask, state.power, problem.dtype)
+            assert state.power <= 1  # others are of reads
+            total = DecayedSum.of(b, c, span[0] if state.power else None, problem.token_mask, problem.dtype)
             for name in (state.key, state.value):
                 if name == "q" and problem.scaled:
                     total = total * problem.scale
@@ -132,24 +132,22 @@ def _stream(problem: Problem, name: str) -> Tensor:
 
 
 class DecayedSum(torch.autograd.Function):
-    """Σ_t Γ(T−1,t)^power b_t c_tᵀ over tokens that are not skipped, summed and returned in `dtype`."""
+    """Σ_t Γ(T−1,t) b_t c_tᵀ over tokens that are not skipped, summed and returned in `dtype`."""
 
     @staticmethod
-    def of(b: Tensor, c: Tensor, span: Tensor | None, mask: Tensor | None, power: int, dtype: torch.dtype) -> Tensor:
+    def of(b: Tensor, c: Tensor, span: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
         """(*b, T, d), (*b, T, dv), log Γ (*b, T, 1) → (*b, d, dv)."""
-        result: Tensor = DecayedSum.apply(b, c, span, mask, power, dtype)  # type: ignore[no-untyped-call]
+        result: Tensor = DecayedSum.apply(b, c, span, mask, dtype)  # type: ignore[no-untyped-call]
         return result
 
     @staticmethod
-    def forward(
-        ctx: Any, b: Tensor, c: Tensor, span: Tensor | None, mask: Tensor | None, power: int, dtype: torch.dtype
-    ) -> Tensor:
+    def forward(ctx: Any, b: Tensor, c: Tensor, span: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
         """In blocks of tokens."""
         ctx.save_for_backward(b, c, span, mask)
-        ctx.power, ctx.dtype = power, dtype
+        ctx.dtype = dtype
         total: Tensor | None = None
         for part in _blocks(b.shape[-2]):
-            left, right, factor = _weighed(b, c, span, mask, power, dtype, part)
+            left, right, factor = _weighed(b, c, span, mask, dtype, part)
             product = (left if factor is None else left * factor).mT @ right
             total = product if total is None else total.add_(product)
         assert total is not None
@@ -157,11 +155,11 @@ class DecayedSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Any, ...]:
-        """The primitive's gradient where nothing is read: db_t = Γ^p dX c_t, dc_t = Γ^p dXᵀ b_t."""
+        """The primitive's gradient where nothing is read: db_t = Γ dX c_t, dc_t = Γ dXᵀ b_t."""
         b, c, span, mask = ctx.saved_tensors
         parts: list[tuple[Tensor, ...]] = []
         for part in _blocks(b.shape[-2]):
-            left, right, factor = _weighed(b, c, span, mask, ctx.power, ctx.dtype, part)
+            left, right, factor = _weighed(b, c, span, mask, ctx.dtype, part)
             d_left, d_right = right @ d.mT, left @ d
             if factor is not None:
                 d_left, d_right = d_left * factor, d_right * factor
@@ -169,10 +167,10 @@ class DecayedSum(torch.autograd.Function):
                 d_left, d_right = (torch.where(mask[..., part, :], x, 0.0) for x in (d_left, d_right))
             made = [_like(d_left, b, part), _like(d_right, c, part)]
             if span is not None and ctx.needs_input_grad[2]:
-                made.append(_like((d_left * left).sum(-1, keepdim=True) * ctx.power, span, part))
+                made.append(_like((d_left * left).sum(-1, keepdim=True), span, part))
             parts.append(tuple(made))
         joined = [torch.cat(x, dim=-2) if len(x) > 1 else x[0] for x in zip(*parts, strict=True)]
-        return joined[0], joined[1], joined[2] if len(joined) > 2 else None, None, None, None
+        return joined[0], joined[1], joined[2] if len(joined) > 2 else None, None, None
 
 
 def _blocks(length: int) -> list[slice]:
@@ -180,14 +178,14 @@ def _blocks(length: int) -> list[slice]:
 
 
 def _weighed(
-    b: Tensor, c: Tensor, span: Tensor | None, mask: Tensor | None, power: int, dtype: torch.dtype, part: slice
+    b: Tensor, c: Tensor, span: Tensor | None, mask: Tensor | None, dtype: torch.dtype, part: slice
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """b and c of some tokens, and Γ^power; 0 where a token is skipped or cut off, whatever it holds."""
+    """b and c of some tokens, and Γ; 0 where a token is skipped or cut off, whatever it holds."""
     left, right = b[..., part, :].to(dtype), c[..., part, :].to(dtype)
     seen = None if mask is None else mask[..., part, :]
     factor = None
     if span is not None:
-        factor = torch.exp(span[..., part, :] * power).to(dtype)
+        factor = torch.exp(span[..., part, :]).to(dtype)
         seen = factor != 0 if seen is None else seen & (factor != 0)
     if seen is not None:
         left, right = torch.where(seen, left, 0.0), torch.where(seen, right, 0.0)

@@ -29,6 +29,7 @@ from hla.nn.torch.parts import (
     accumulation_dtype,
     rotate,
 )
+from hla.nn.torch.slices import Kept, Slices, begin, spread
 from hla.nn.torch.state import LayerState
 
 
@@ -72,6 +73,8 @@ class HigherOrderAttention(nn.Module):
         form: as for the operators.
         chunk_size: as for the operators.
         backend: as for the operators.
+        process_group: where sequences are spread over processes, the group (or DeviceMesh, as for
+            `hla.distributed.torch`) in the order of whose ranks the slices lie; None where they are not.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -122,10 +125,12 @@ class HigherOrderAttention(nn.Module):
         form: str = "auto",
         chunk_size: int | None = None,
         backend: Any = None,
+        process_group: Any = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self._kept = Kept(process_group)
         options = self.options = read_layer_options(
             d_model=d_model,
             num_heads=num_heads,
@@ -170,7 +175,8 @@ class HigherOrderAttention(nn.Module):
         self.decay = _decay(options, **placed)
         groups = options.groups()
         self.operators = nn.ModuleList(
-            HigherOrderOperator(**asdict(options.operator_options(group))) for group in groups
+            HigherOrderOperator(**asdict(options.operator_options(group)), process_group=process_group)
+            for group in groups
         )
         self.output_norm = (
             RMSNorm((options.num_heads, options.value_dim), options.norm_eps, **placed) if output_norm else None
@@ -191,6 +197,17 @@ class HigherOrderAttention(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, (ShortConvolution, RMSNorm, LearnedDecay, ForgetGate)):
                 module.reset_parameters()
+
+    @property
+    def process_group(self) -> Any:
+        """The group of processes that share sequences, or None. It is no part of a state dict or of a pickle."""
+        return self._kept.group
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        self._kept = Kept(group)
+        for operator in self.operators:
+            operator.process_group = group
 
     def forward(
         self,
@@ -220,7 +237,67 @@ class HigherOrderAttention(nn.Module):
             ShapeError: x, the mask, or the state's batch.
             DTypeError: x is not in the dtype of the parameters, without autocast; the mask is not bool.
             OptionError: a state and a bidirectional layer; a state of another layer; a mask beside `cu_seqlens`.
+
+        With a process group x and the mask are this rank's slice, `cu_seqlens` are the offsets in the whole, and states
+        are those before and after the whole sequence, the same on every rank. All ranks call together, and so they do
+        with `backward`. `step` needs no other rank.
         """
+        if self.process_group is not None:
+            return self._forward_slice(x, state, return_state, key_padding_mask, cu_seqlens)
+        batch = self._check_forward(x, state, return_state, key_padding_mask, cu_seqlens)
+        if key_padding_mask is None:
+            rows = sequences.Rows() if cu_seqlens is None else sequences.packed(cu_seqlens, x.shape[1], x.device)
+            y, following = self._run(x, state, batch, rows, cu_seqlens, return_state)
+        else:
+            x, counts, places = sequences.move_together(x, key_padding_mask)
+            y, following = self._run(x, state, batch, sequences.Rows(counts), None, return_state)
+            y = sequences.move_back(y, places, key_padding_mask)
+        return (y, following) if return_state else y
+
+    def _forward_slice(
+        self,
+        x: Tensor,
+        state: LayerState | None,
+        return_state: bool,
+        key_padding_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Any:
+        """`forward` with a process group."""
+        if arrays.is_compiling():
+            from hla.nn.torch import compilation
+
+            return compilation.run_slice(self, x, state, return_state, key_padding_mask, cu_seqlens)
+        refusal: Exception | None = None
+        batch = 0
+        try:
+            batch = self._check_forward(x, state, return_state, key_padding_mask, cu_seqlens)
+        except Exception as error:
+            refusal = error
+        session = begin(self, x, state, return_state, key_padding_mask, cu_seqlens, refusal)
+        counts = places = None
+        if key_padding_mask is not None:
+            x, counts, places = sequences.move_together(x, key_padding_mask)
+        by_state = state is not None or return_state
+        rows, slices = spread(session, x, batch, counts, cu_seqlens, by_state)
+        y, following = self._run(x, state, batch, rows, cu_seqlens, return_state, slices=slices)
+        told = [] if following is None else following.tensors()
+        y, *told = session.exchanges.tied([y, *told])
+        if key_padding_mask is not None and places is not None:
+            y = sequences.move_back(y, places, key_padding_mask)
+        if following is None:
+            return y
+        fields = iter(told)
+        return y, following.map(lambda _: next(fields))
+
+    def _check_forward(
+        self,
+        x: Tensor,
+        state: LayerState | None,
+        return_state: bool,
+        key_padding_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> int:
+        """The batch; errors for what cannot be."""
         self._check_input("x", x, ("B", "T"))
         if not self.options.causal and (state is not None or return_state):
             raise no_state("state" if state is not None else "return_state")
@@ -230,18 +307,12 @@ class HigherOrderAttention(nn.Module):
                 raise OptionError(
                     message("key_padding_mask", "none beside cu_seqlens", "both", "Leave the padding out of x.")
                 )
-            batch = check_offsets(cu_seqlens, x)
+            batch = check_offsets(cu_seqlens, x, slice_only=self.process_group is not None)
         if state is not None:
             self._check_state(state, batch, x)
-        if key_padding_mask is None:
-            rows = sequences.Rows() if cu_seqlens is None else sequences.packed(cu_seqlens, x.shape[1], x.device)
-            y, following = self._run(x, state, batch, rows, cu_seqlens, return_state)
-        else:
+        if key_padding_mask is not None:
             check_mask(key_padding_mask, x.shape[:2], x)
-            x, counts, places = sequences.move_together(x, key_padding_mask)
-            y, following = self._run(x, state, batch, sequences.Rows(counts), None, return_state)
-            y = sequences.move_back(y, places, key_padding_mask)
-        return (y, following) if return_state else y
+        return batch
 
     def step(
         self, x_t: Tensor, state: LayerState, *, key_padding_mask: Tensor | None = None
@@ -310,6 +381,8 @@ class HigherOrderAttention(nn.Module):
             told.append(f"rotary=True, rotary_base={o.rotary_base:g}")
         if o.dropout:
             told.append(f"dropout={o.dropout:g}")
+        if self._kept.shared:
+            told.append("process_group=…")
         return ", ".join(told)
 
     def _run(
@@ -321,6 +394,7 @@ class HigherOrderAttention(nn.Module):
         cu_seqlens: Tensor | None,
         return_state: bool,
         one_token: bool = False,
+        slices: Slices | None = None,
     ) -> tuple[Tensor, LayerState | None]:
         """The layer on checked inputs; skipped tokens are at the end of their rows."""
         options = self.options
@@ -330,10 +404,12 @@ class HigherOrderAttention(nn.Module):
         windows: tuple[Tensor, ...] = ()
         if self.q_conv is not None and self.k_conv is not None and self.v_conv is not None:
             before = self._windows(batch, x.device) if state is None else state.windows
+            if slices is not None:
+                (q, k, v), before, last = slices.windows(rows, (q, k, v), before)
             q, q_window = self.q_conv(q, before[0], rows)
             k, k_window = self.k_conv(k, before[1], rows)
             v, v_window = self.v_conv(v, before[2], rows)
-            windows = (q_window, k_window, v_window)
+            windows = (q_window, k_window, v_window) if slices is None else last
         q = q.unflatten(-1, (options.num_heads, options.head_dim))
         k = k.unflatten(-1, (options.num_kv_heads, options.head_dim))
         v = v.unflatten(-1, (options.num_kv_heads, options.value_dim))
@@ -345,7 +421,8 @@ class HigherOrderAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         seen = x.new_zeros(batch, dtype=torch.int64) if state is None else state.position
         if options.rotary:
-            q, k = rotate(q, k, rows.positions(seen, length), options.rotary_base)
+            earlier = seen if slices is None else seen + slices.halo.before
+            q, k = rotate(q, k, rows.positions(earlier, length), options.rotary_base)
         # unnormalised outputs overflow float16, so they must not be rounded to it before the norm
         heads = q.to(given), k.to(given), v.to(torch.float32 if given == torch.float16 else given)
         decays = {} if self.decay is None else self.decay(x)
@@ -353,7 +430,7 @@ class HigherOrderAttention(nn.Module):
         if isinstance(rows, sequences.Rows) and rows.counts is not None:
             present = (torch.arange(length, device=x.device) < rows.counts[:, None])[:, None, None]
         before_operators = None if state is None else state.operators
-        o, after = self._operate(heads, decays, present, before_operators, cu_seqlens, return_state, one_token)
+        o, after = self._operate(heads, decays, present, before_operators, cu_seqlens, return_state, one_token, slices)
         if self.output_norm is not None:
             o = self.output_norm(o)
         o = o.flatten(-2)
@@ -362,7 +439,10 @@ class HigherOrderAttention(nn.Module):
             wide = accumulation_dtype(raised)
             o = o.to(wide) * functional.silu(raised.to(wide))
         y = self.out_proj(functional.dropout(o.to(given), options.dropout, self.training))
-        return y, LayerState(after, windows, rows.seen(seen, length)) if return_state else None
+        if not return_state:
+            return y, None
+        position = rows.seen(seen, length) if slices is None else seen + slices.halo.total
+        return y, LayerState(after, windows, position)
 
     def _operate(
         self,
@@ -373,6 +453,7 @@ class HigherOrderAttention(nn.Module):
         cu_seqlens: Tensor | None,
         return_state: bool,
         one_token: bool,
+        slices: Slices | None,
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """q (B, T, H, d), k, v (B, T, Hkv, ·) → o (B, T, H, dv): one call for each group of heads."""
         outputs, finals = [], []
@@ -395,6 +476,8 @@ class HigherOrderAttention(nn.Module):
                 o = o[:, None]
             else:
                 told |= {"cu_seqlens": cu_seqlens, "axis": -4}
+                if slices is not None:
+                    told["session"] = slices.session
                 state = None if states is None else states[i]
                 if state is not None and cu_seqlens is not None:  # sequences before the rows, of which there is one
                     state = type(state)(*(x[:, None] for x in state))

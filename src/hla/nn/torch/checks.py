@@ -37,8 +37,8 @@ def check_mask(mask: Any, shape: tuple[int, ...], x: Tensor) -> None:
         )
 
 
-def check_offsets(offsets: Any, x: Tensor) -> int:
-    """The number of packed sequences."""
+def check_offsets(offsets: Any, x: Tensor, *, slice_only: bool = False) -> int:
+    """The number of packed sequences. `slice_only`: x is a slice of them, of unknown place."""
     if not isinstance(offsets, Tensor) or offsets.dtype.is_floating_point or offsets.dtype == torch.bool:
         got = f"{offsets.dtype}" if isinstance(offsets, Tensor) else type(offsets).__name__
         raise DTypeError(message("cu_seqlens", "an integer tensor (N + 1,)", got, "Pass cumulative lengths."))
@@ -48,7 +48,7 @@ def check_offsets(offsets: Any, x: Tensor) -> int:
         raise ShapeError(
             message("x", "shape (1, T, d_model) with cu_seqlens", f"{tuple(x.shape)}", "Put all sequences in one row.")
         )
-    known = None if arrays.is_compiling() else arrays.host_integers(offsets)
+    known = None if slice_only or arrays.is_compiling() else arrays.host_integers(offsets)
     if known is not None:
         check_known_offsets(known, x.shape[1])
     return int(offsets.shape[0]) - 1

@@ -12,6 +12,7 @@ from hla import arrays
 from hla.errors import OptionError, message
 from hla.nn.options import OperatorOptions, read_operator_options
 from hla.nn.refusals import check_batch, no_state
+from hla.nn.torch.slices import Kept
 
 
 class HigherOrderOperator(nn.Module):
@@ -28,6 +29,8 @@ class HigherOrderOperator(nn.Module):
         form: see `normalize`.
         chunk_size: see `normalize`.
         backend: see `normalize`.
+        process_group: where sequences are spread over processes, the group (or DeviceMesh, as for
+            `hla.distributed.torch`) in the order of whose ranks the slices lie; None where they are not.
 
     Raises:
         OptionError: an option is not allowed, or two contradict each other.
@@ -56,8 +59,10 @@ class HigherOrderOperator(nn.Module):
         form: str = "auto",
         chunk_size: int | None = None,
         backend: Any = None,
+        process_group: Any = None,
     ) -> None:
         super().__init__()
+        self._kept = Kept(process_group)
         self.options: OperatorOptions = read_operator_options(
             operator=operator,
             causal=causal,
@@ -70,6 +75,15 @@ class HigherOrderOperator(nn.Module):
             chunk_size=chunk_size,
             backend=backend,
         )
+
+    @property
+    def process_group(self) -> Any:
+        """The group of processes that share sequences, or None. It is no part of a state dict or of a pickle."""
+        return self._kept.group
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        self._kept = Kept(group)
 
     def forward(
         self,
@@ -84,6 +98,7 @@ class HigherOrderOperator(nn.Module):
         token_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         axis: int = -2,
+        session: Any = None,
     ) -> Any:
         """The whole sequence, or the part of it that follows `state`.
 
@@ -98,6 +113,7 @@ class HigherOrderOperator(nn.Module):
             token_mask: as for the operators; False skips a token.
             cu_seqlens: as for the operators; states have a leading axis of sequences.
             axis: the time axis.
+            session: of a layer with a process group, what its ranks have agreed on.
 
         Returns:
             o (*batch, T, dv), or (o, state).
@@ -110,18 +126,21 @@ class HigherOrderOperator(nn.Module):
             axes = [tuple(x.movedim(axis, -2).shape[:-2]) for x in (q, k, v)]
             batch = arrays.broadcast_shapes(*axes)
             check_batch(state, batch if cu_seqlens is None else (len(cu_seqlens) - 1, *batch))
-        return getattr(hla, options.operator)(
-            q,
-            k,
-            v,
+        given = {
             **self._shared(decay, log_decay, token_mask),
-            cu_seqlens=cu_seqlens,
-            initial_state=state,
-            return_state=return_state,
-            axis=axis,
-            form=options.form,
-            chunk_size=options.chunk_size,
-        )
+            "cu_seqlens": cu_seqlens,
+            "initial_state": state,
+            "return_state": return_state,
+            "axis": axis,
+            "form": options.form,
+            "chunk_size": options.chunk_size,
+        }
+        group = self.process_group
+        if group is None:
+            return getattr(hla, options.operator)(q, k, v, **given)
+        from hla.distributed.torch.operators import Sharing, run
+
+        return run(options.operator, q, k, v, given, Sharing(group, session=session))
 
     def step(
         self,
@@ -203,4 +222,6 @@ class HigherOrderOperator(nn.Module):
                     "chunk_size": None, "backend": None}  # fmt: skip
         options = self.options
         told = [f"{name}={getattr(options, name)!r}" for name, x in defaults.items() if getattr(options, name) != x]
+        if self._kept.shared:
+            told.append("process_group=…")
         return ", ".join([repr(options.operator), *told])

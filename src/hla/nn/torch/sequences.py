@@ -26,6 +26,13 @@ class Rows:
         """(B,): `seen` after these rows."""
         return seen + (length if self.counts is None else self.counts)
 
+    def tail(self, x: Tensor, count: int) -> Tensor:
+        """(B, count, ·): the last tokens of each row, at the end; before them anything."""
+        stream = torch.cat([x.new_zeros(x.shape[0], count, x.shape[2]), x], dim=1)
+        if self.counts is None:
+            return stream[:, x.shape[1] :]
+        return _take(stream, self.counts[:, None] + torch.arange(count, device=x.device))
+
     def convolve(self, x: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Depthwise: Σ_j weight_j · x_{t−K+1+j}; the K − 1 tokens before the first are `window` (B, K − 1, channels).
 
@@ -56,6 +63,11 @@ class Packed:
     def seen(self, seen: Tensor, length: int) -> Tensor:
         """(N,)."""
         return seen + self.offsets.diff()
+
+    def tail(self, x: Tensor, count: int) -> Tensor:
+        """(N, count, ·), as for rows."""
+        stream = torch.cat([x.new_zeros(count, x.shape[2]), x[0]])
+        return stream[self.offsets[1:, None] + torch.arange(count, device=x.device)]
 
     def convolve(self, x: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """As for rows, the window (N, K − 1, channels): one stream in which each sequence comes after its window."""
