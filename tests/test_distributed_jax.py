@@ -198,7 +198,6 @@ def bounds(operator: str, arrays: Any, do: Any, dstate: Any, **options: Any) -> 
 
 MASK = masked(12, 4)
 CASES: list[tuple[str, int, int, str, str, dict[str, Any]]] = [
-    ("linear_attention", 2, 7, "gather", "auto", {}),
     ("linear_attention", 5, 3, "doubling", "auto", {"token_mask": masked(15, 5)}),
     ("hla2", 4, 3, "gather", "segments", {"token_mask": MASK}),
     ("hla2", 1, 5, "gather", "auto", {}),
@@ -211,9 +210,7 @@ CASES: list[tuple[str, int, int, str, str, dict[str, Any]]] = [
     ("ahla", 2, 5, "gather", "stages", {"mask": "prefix"}),
     ("hla3", 4, 3, "gather", "auto", {"token_mask": MASK}),
     ("hla3", 3, 5, "doubling", "auto", {}),
-    ("hla3", 3, 4, "gather", "stages", {"mask": "prefix"}),
     ("hla3", 3, 4, "gather", "auto", {"definition": "as_printed", "token_mask": masked(12, 3)}),
-    ("higher_order", 3, 5, "gather", "auto", {"order": 4}),
     ("higher_order", 2, 7, "doubling", "auto", {"order": 5}),
     ("hla2", 3, 5, "gather", "auto", {"mask": "none", "ridge": 0.7, "token_mask": masked(15, 3)}),
     ("higher_order", 2, 5, "gather", "auto", {"mask": "none", "order": 4}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from hla import arrays, traffic
@@ -176,8 +177,8 @@ def cost(
         backward_traffic_bytes=moved_back * tokens * heads,
         devices=devices,
         rounds=joining.rounds,
-        sent_bytes=joining.sent * wide * heads,
-        backward_sent_bytes=joining.sent_back * wide * heads,
+        sent_bytes=math.ceil(joining.sent * wide * heads),
+        backward_sent_bytes=math.ceil(joining.sent_back * wide * heads),
         device_bytes=(2 * (d + dv) * tokens * _BYTES[dtype] + (state + joining.held + activation) * wide) * heads,
     )
 
@@ -186,8 +187,8 @@ class _Joining(NamedTuple):
     """What joining the slices takes, per device and head; numbers, not bytes."""
 
     rounds: int
-    sent: int
-    sent_back: int
+    sent: int | Fraction
+    sent_back: int | Fraction
     held: int
     flops: int
 
@@ -196,7 +197,7 @@ def _joining(plan: tuple[Round, ...], d: int, dv: int, devices: int, exchange: s
     sizes = [shapes(part.program, (), (), (), d, dv).state for part in plan]
     sent = [sum(math.prod(size[s]) for s in part.rule.symbols) for part, size in zip(plan, sizes, strict=True)]
     if plan[0].program.spec.mask == "none":  # all devices add up
-        added = sum(-(-2 * (devices - 1) * n // devices) for n in sent)
+        added = Fraction(2 * (devices - 1) * sum(sent), devices)
         return _Joining(len(plan), added, added, sum(sent), 0)
     kept = {state.symbol for state in program(plan[0].program.spec).states}
     numbers = sum(sent) + len(plan)  # ρ

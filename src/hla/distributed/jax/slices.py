@@ -97,8 +97,9 @@ def _check_spread(axis: Axis, *inputs: Array) -> None:
 
 def _varies_over(x: Array) -> frozenset[Any]:
     """The mesh axes along which x may differ, where `jax.shard_map` keeps track (check_vma=True)."""
-    found: frozenset[Any] = getattr(jax.typeof(x), "vma", frozenset())
-    return found
+    kind = jax.typeof(x)
+    found: frozenset[Any] = getattr(kind, "vma", frozenset())  # before JAX 0.10
+    return getattr(getattr(kind, "manual_axis_type", None), "varying", found)
 
 
 # Packed sequences
