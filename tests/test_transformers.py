@@ -218,6 +218,7 @@ def test_config_as_text(tmp_path: Path) -> None:
     assert AutoConfig.for_model("hla", vocab_size=5).vocab_size == 5
     assert HLAConfig().intermediate_size == ModelConfig(5).inner
     assert HLAConfig().attention is not HLAConfig().attention
+    assert isinstance(HLAConfig.keys_to_ignore_at_inference, list), "to which Trainer adds another"
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class HLAConfig(PretrainedConfig):
     """
 
     model_type = "hla"
-    keys_to_ignore_at_inference = ("past_key_values", "cache")
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012 (`Trainer` adds a list to it)
 
     vocab_size: int = 32_000
     hidden_size: int = 256
