@@ -95,7 +95,7 @@ def blank(x: Array, skipped: Array) -> Array:
 
 def _take(x: Array, index: Array) -> Array:
     """x[b, index[b, i]] for x (B, T, ·) and index (B, i)."""
-    return jnp.take_along_axis(x, index[..., None], axis=1, mode="clip") if index.size else x[:, :0]
+    return jnp.take_along_axis(x, index[..., None], axis=1, mode="clip")
 
 
 def _range(count: int) -> Array:
