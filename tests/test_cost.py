@@ -182,6 +182,91 @@ def test_whole_numbers() -> None:
         assert type(getattr(found, name)) is int
 
 
+# Several devices
+
+FIELDS = {  # numbers of a segment's fields, without ρ
+    "linear_attention": D * DV,
+    "hla2": D * D + 2 * D * DV,
+    "ahla": D * D + 2 * D * DV,
+    "hla3": 3 * D * D + 3 * D * DV,
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_bytes_sent(operator: str, devices: int) -> None:
+    found = cost(operator, devices=devices)
+    assert found.sent_bytes == found.backward_sent_bytes == (devices - 1) * (FIELDS[operator] + 1) * 4 * HEADS
+    assert (found.devices, found.rounds) == (devices, 1)
+    assert cost(operator, devices=devices, T=100 * T).sent_bytes == found.sent_bytes
+    assert cost(operator, devices=devices, dtype="float64").sent_bytes == 2 * found.sent_bytes
+    assert cost(operator, devices=devices, dtype="float16").sent_bytes == found.sent_bytes
+    back = cost(operator, devices=devices, library="torch")
+    assert back.backward_sent_bytes == (devices - 1) * back.state_bytes
+    assert back.sent_bytes == found.sent_bytes
+
+
+def test_bytes_sent_stage_by_stage() -> None:
+    """States, and ρ each time. The printed third order has two rounds, of S, Q, P and of G, H, J."""
+    for options, rounds, numbers in (
+        ({"operator": "hla2", "method": "stages"}, 2, D * D + D * DV),
+        ({"operator": "hla2", "definition": "as_printed"}, 2, D * D + 2 * D * DV),
+        ({"operator": "hla3", "definition": "as_printed"}, 2, 2 * D * D + 4 * D * DV),
+        ({"operator": "higher_order", "order": 6}, 4, D * D + 3 * D * DV),
+        ({"operator": "hla2", "mask": "prefix"}, 1, D * D + D * DV),
+        ({"operator": "hla2", "normalize": True}, 1, D * D + 2 * D * (DV + 1)),
+    ):
+        found = cost(devices=3, **options)
+        assert (found.rounds, found.sent_bytes) == (rounds, 2 * (numbers + rounds) * 4 * HEADS), options
+
+
+@pytest.mark.parametrize(("devices", "hops"), [(2, 1), (3, 2), (4, 3), (5, 3), (6, 4), (9, 4), (10, 5), (1024, 11)])
+def test_doubling(devices: int, hops: int) -> None:
+    found = cost("hla2", devices=devices, exchange="doubling")
+    assert (found.rounds, found.sent_bytes) == (hops, hops * (FIELDS["hla2"] + 1) * 4 * HEADS)
+    assert cost("hla2", devices=devices, exchange="doubling", method="stages").rounds == 2 * hops
+
+
+def test_adding_up_over_devices() -> None:
+    """mask="none": an all-reduce of the states."""
+    found = cost("hla3", devices=4, mask="none")
+    assert found.sent_bytes == found.backward_sent_bytes == 2 * 3 * (2 * D * D + D * DV) * 4 * HEADS // 4
+
+
+def test_one_device() -> None:
+    found = cost("hla2")
+    assert (found.devices, found.rounds, found.sent_bytes, found.backward_sent_bytes) == (1, 0, 0, 0)
+    assert found.device_bytes == 2 * (D + DV) * T * 4 * HEADS + found.state_bytes + found.activation_bytes
+
+
+def test_a_devices_share() -> None:
+    """A slice, its summary (S, C, F, with u = Sq for the last), and moving a state past 8 summaries: one product."""
+    slices = -(-T // 8)
+    alone, found = cost("hla2", T=slices), cost("hla2", devices=8)
+    summary = 2 * (C * 2 * D + D * D) + 2 * (D * D + 2 * D * DV)
+    assert found.flops == alone.flops + (summary * slices + 8 * 2 * D * D * DV) * HEADS
+    assert found.device_bytes == alone.device_bytes + 8 * (FIELDS["hla2"] + 1) * 4 * HEADS
+    assert found.activation_bytes == alone.activation_bytes
+    assert found.traffic_bytes > alone.traffic_bytes
+    assert found.backward_traffic_bytes > alone.backward_traffic_bytes
+    assert (found.state_bytes, found.kv_cache_bytes, found.crossover) == (
+        alone.state_bytes, cost("hla2").kv_cache_bytes, alone.crossover,
+    )  # fmt: skip
+    doubled = cost("hla2", devices=1024, exchange="doubling", T=1024 * slices)
+    assert doubled.device_bytes == alone.device_bytes + 2 * (FIELDS["hla2"] + 1) * 4 * HEADS
+    # ten combinations of S, C and F with one product each, after the first exchange, and the state's
+    assert doubled.flops == alone.flops + (summary * slices + 11 * 2 * D * D * DV) * HEADS
+
+
+def test_refused_options_of_devices() -> None:
+    for options in (
+        {"devices": 0}, {"devices": 2.0}, {"exchange": "ring"}, {"library": "numpy"}, {"method": "fused"},
+        {"method": "segments", "definition": "as_printed"}, {"exchange": "doubling", "library": "torch"},
+    ):  # fmt: skip
+        with pytest.raises(hla.OptionError, match=next(iter(options))):
+            cost("hla2", **options)
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_traffic_in_bfloat16(d: int) -> None:
     """Bytes per token with chunks of 64: one pass of linear attention, HLA₂ in two passes that share u, AHLA in one."""

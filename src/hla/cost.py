@@ -145,6 +145,8 @@ def cost(
     ):
         if word not in known:
             raise OptionError(message(name, f"one of {', '.join(known)}", repr(word), "Check the spelling."))
+    if library == "torch" and exchange != "gather":
+        raise OptionError(message("exchange", '"gather" with library="torch"', repr(exchange), "Only JAX has others."))
     options = Options(mask=mask, definition=definition, normalize=normalize, ridge=ridge)
     found = program(spec_of(operator, options, order))
     plan = rounds(found.spec, method)
