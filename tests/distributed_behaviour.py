@@ -19,6 +19,7 @@ from distributed_calls import CLOSE, DV, Call, Case, D, H, T, compare, error, pa
 from hla.distributed.torch.groups import Place
 
 LENGTHS = [6, 0, 11]
+"""tokens on each rank"""
 METHODS = [(name, method) for name in ("hla2", "ahla", "hla3") for method in ("segments", "stages")]
 
 
@@ -174,35 +175,31 @@ def sixteen_bits(rank: int, size: int) -> None:
 
 
 def what_travels(rank: int, size: int) -> None:
-    """Numbers sent are those of the cost model: sums forward, as many as states have back."""
+    """What is sent is what `hla.cost` says, in the dtype of sums, in as many rounds."""
     sent: list[tuple[int, Any]] = []
     gather = Place.gather
 
     def counted(self: Place, x: Any) -> Any:
-        sent.append((x.numel(), x.dtype))
+        sent.append((x.numel() * x.element_size() * (size - 1), x.dtype))
         return gather(self, x)
 
-    per_head = {
-        ("hla2", "segments"): ([D * D + 2 * D * DV], [D * D + D * DV]),
-        ("hla2", "stages"): ([D * D, D * DV], [D * DV, D * D]),
-        ("ahla", "segments"): ([D * D + 2 * D * DV], [2 * D * DV]),
-        ("ahla", "stages"): ([D * DV, D * DV], [D * DV, D * DV]),
-        ("hla3", "stages"): ([D * D + D * DV, D * DV], [D * DV, D * D + D * DV]),
-    }
+    calls = [*METHODS, ("linear_attention", "segments"), ("linear_attention", "stages")]
     Place.gather = counted  # type: ignore[method-assign]
     try:
-        for (name, method), (forward, back) in per_head.items():
+        for name, method in calls:
             q, k, v = (random(H, LENGTHS[rank], n, seed=i).requires_grad_() for i, n in enumerate((D, D, DV)))
+            log_decay = -random(H, LENGTHS[rank], seed=3).abs()
+            sizes = {"T": sum(LENGTHS), "d": D, "dv": DV, "heads": H, "dtype": "float64"}
+            cost = hla.cost(name, **sizes, devices=size, method=method, library="torch")
             sent.clear()
-            output = getattr(shared, name)(q, k, v, method=method, check=False)
+            output = getattr(shared, name)(q, k, v, log_decay=log_decay, method=method, check=False)
             there = len(sent)
             output.sum().backward()
-            told = [n for n, _ in sent]
-            wanted = [H * n + 1 for n in forward]
-            assert told[:there] == wanted, f"{name}, {method}: {told[:there]} forward, not {wanted}"
-            wanted = [H * n for n in back]
-            assert told[there:] == wanted, f"{name}, {method}: {told[there:]} back, not {wanted}"
             assert {kind for _, kind in sent} == {torch.float64}
+            assert there == len(sent) - there == cost.rounds, f"{name}, {method}: {len(sent)} messages"
+            forward, back = sum(n for n, _ in sent[:there]), sum(n for n, _ in sent[there:])
+            assert forward == cost.sent_bytes, f"{name}, {method}: {forward} bytes, not {cost.sent_bytes}"
+            assert back == cost.backward_sent_bytes, f"{name}, {method}: {back} bytes, not {cost.backward_sent_bytes}"
     finally:
         Place.gather = gather  # type: ignore[method-assign]
 
