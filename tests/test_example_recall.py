@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -257,9 +258,14 @@ def test_the_same_in_this_process(recall: ModuleType, whole: tuple[Path, str]) -
 
 
 def test_finished_cells_are_read(
-    recall: ModuleType, whole: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recall: ModuleType,
+    whole: tuple[Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out = whole[0]
+    out = tmp_path / "run"
+    shutil.copytree(whole[0], out)
     before = (out / "results.json").read_text()
     trained: list[Any] = []
     train = recall.train
