@@ -26,7 +26,7 @@ from hla.family import DEFINITIONS, MASKS
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = ("errata.md", "mathematics.md")
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name not in ELSEWHERE)]
-LIBRARIES = ("torch", "jax", "cupy")
+LIBRARIES = ("torch", "jax", "cupy", "transformers")
 SUBMODULES = ("backends", "errors", "inspect", "paper", "scan", "segments", "testing")
 
 

@@ -37,10 +37,6 @@ _REFUSED = {
     "cu_seq_lens_k": "Packed sequences are told by position_ids, without attention_mask and with use_cache=False.",
     "seq_idx": "Packed sequences are told by position_ids, without attention_mask and with use_cache=False.",
 }
-_NO_CACHE = (
-    "A cache keeps keys and values, but these operators need past queries, too. Call generate(use_cache=False), or use "
-    "a model with states of constant size: hla.integrations.transformers.HLAForCausalLM, or hla.nn.convert"
-)
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _TAKEN = ("flash", "flex", "sdpa", "paged", "eager")
 
@@ -200,8 +196,6 @@ def _mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
@@ -214,11 +208,8 @@ def _mask(
     """
     config = kwargs.get("config")
     _check_model(config)
-    if q_length != kv_length or (not arrays.is_compiling() and kv_offset != q_offset):
-        raise OptionError(
-            message("cache", "no tokens in it with this attention", f"{q_length} queries and {kv_length} keys",
-                    _NO_CACHE + ".")
-        )  # fmt: skip
+    if q_length != kv_length:
+        return None  # the layers refuse it and say why
     if attention_mask is not None:
         attention_mask = attention_mask[:, -kv_length:]
         if not arrays.is_traced(attention_mask) and bool(attention_mask.all()):
@@ -332,7 +323,10 @@ def _check_call(
     if query.shape[2] != key.shape[2]:
         raise OptionError(
             message("cache", "no tokens in it with this attention",
-                    f"{query.shape[2]} queries and {key.shape[2]} keys", _NO_CACHE + ".")
+                    f"{query.shape[2]} queries and {key.shape[2]} keys",
+                    "A cache keeps keys and values, but these operators need past queries, too. Call "
+                    "generate(use_cache=False), or use a model with states of constant size: "
+                    "hla.integrations.transformers.HLAForCausalLM, or hla.nn.convert.")
         )  # fmt: skip
     if dropout:
         raise OptionError(
