@@ -1,7 +1,7 @@
 """The documentation runs: every Python block of README.md and docs/, and every example in a docstring.
 
-A block headed "python" runs always; one headed "python {.torch}" or "python {.jax}" runs where that library is. Blocks
-of one page share a namespace and run in order; those that start with ``>>>`` are doctests. docs/errata.md has its own
+A block headed "python" runs always; one headed "python {.torch}", {.jax}, … runs where that library is. Blocks of one
+page share a namespace and run in order; those that start with ``>>>`` are doctests. docs/errata.md has its own
 test, docs/mathematics.md no code.
 """
 
@@ -26,7 +26,9 @@ from hla.family import DEFINITIONS, MASKS
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = ("errata.md", "mathematics.md")
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name not in ELSEWHERE)]
-LIBRARIES = ("torch", "jax", "cupy", "transformers")
+LIBRARIES = ("torch", "jax", "cupy", "flax", "transformers")
+BESIDE = {"flax": "torch"}
+"""What blocks of a library need beside it: the page on Flax loads weights of PyTorch."""
 SUBMODULES = ("backends", "errors", "inspect", "paper", "scan", "segments", "testing")
 
 
@@ -68,8 +70,9 @@ def runs() -> list[Any]:
 
 @pytest.mark.parametrize(("page", "library"), runs())
 def test_page(page: Path, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if library and importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed; its own session runs this")
+    for needed in filter(None, (library, BESIDE.get(library))):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed; its own session runs this")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HLA_BACKEND", raising=False)
     space: dict[str, Any] = {"__name__": "page"}
