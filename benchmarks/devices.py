@@ -92,11 +92,12 @@ def print_measured(operator: str, heads: int, size: int, devices: int) -> None:
 
 
 def seconds(x: float) -> str:
-    return f"{x:.3g} s" if x >= 1 else f"{1e3 * x:.3g} ms"
+    return f"{x:.0f} s" if x >= 100 else f"{x:.3g} s" if x >= 1 else f"{1e3 * x:.3g} ms"
 
 
 def size_of(x: float) -> str:
-    return f"{x / 1e9:.3g} GB" if x >= 1e9 else f"{x / 1e6:.3g} MB"
+    unit, name = next((u, n) for u, n in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (0, "B")) if x >= u)
+    return f"{x / (unit or 1):.3g} {name}"
 
 
 def print_projection(operator: str, heads: int, size: int, flops: float, link: float, latency: float) -> None:
@@ -126,7 +127,7 @@ def print_projection(operator: str, heads: int, size: int, flops: float, link: f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--measure", action="store_true", help="compile for 4 simulated devices of JAX and count")
+    parser.add_argument("--measure", action="store_true", help="compile for 8 simulated devices of JAX and count")
     parser.add_argument("--operator", default="hla2", choices=["linear_attention", "hla2", "ahla", "hla3"])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--size", type=int, default=128, help="features of a head")
@@ -136,8 +137,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.measure:
         os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-        print_measured(given.operator, 8, 64, 4)
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+        print_measured(given.operator, 8, 64, 8)
         print()
     print_projection(given.operator, given.heads, given.size, given.flops, given.link, given.latency)
 
