@@ -350,3 +350,34 @@ def lose_a_rank(rank: int, size: int) -> None:
             continue
         raise AssertionError("no error")
     assert time.monotonic() - start < ranks.SECONDS / 2
+
+
+def on_triton(rank: int, size: int) -> None:
+    """Sums and operators on Triton's kernels, in its interpreter."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from hla.backends.torch import autograd as plain
+    from hla.backends.triton import launch
+
+    assert launch.interpreting()
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("backend torch has run")
+
+    plain.Operator.forward = refused  # type: ignore[assignment]
+    lengths = [5, 6]
+    part, total = part_of(lengths, rank), sum(lengths)
+    q, k, v = (random(2, total, n, seed=i).float().abs() for i, n in enumerate((16, 16, 8)))
+    log_decay = -random(2, total, seed=3).float().abs()
+    wanted = [x.double().requires_grad_() for x in (q, k, v, log_decay)]
+    named: dict[str, Any] = {"normalize": True, "return_state": True}
+    output, state = hla.hla2(*wanted[:3], log_decay=wanted[3], backend="numpy", **named)
+    (output.sum() + state.corrected_state.sum()).backward()
+    own = [x[:, part].clone().requires_grad_() for x in (q, k, v, log_decay)]
+    found, last = shared.hla2(*own[:3], log_decay=own[3], backend="triton", chunk_size=16, **named)
+    (found.sum() + last.corrected_state.sum() * (rank == 1)).backward()
+    pairs = [(found, output[:, part], output), (last.corrected_state, state.corrected_state, state.corrected_state)]
+    pairs += [(x.grad, y.grad[:, part], y.grad) for x, y in zip(own, wanted, strict=True)]
+    close = hla.testing.error_budget("hla2", "float32", total, 16, normalize=True, gradient=True)
+    for i, (x, y, z) in enumerate(pairs):
+        off = float((x.detach() - y.detach()).abs().max() / z.detach().abs().max())
+        assert off < close, f"{i}: {off} for {close}"

@@ -28,3 +28,8 @@ def test_behaviour(size: int, tmp_path: Path) -> None:
 
 def test_a_killed_rank_is_an_error_in_the_others(tmp_path: Path) -> None:
     ranks.run("distributed_behaviour:lose_a_rank", 3, tmp_path, alive=2, seconds=60)
+
+
+def test_on_triton(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    ranks.run("distributed_behaviour:on_triton", 2, tmp_path)

@@ -218,10 +218,10 @@ def _run(checked: Checked, options: Options, part: Program, known: States) -> St
     """The states of `part` after the slice; those that are not known start from zero."""
     problem = checked.problem
     whole = program(problem.program.spec)
-    if problem.program.spec.normalize is False and {s.symbol for s in part.states} <= {s.symbol for s in whole.states}:
+    if {s.symbol for s in part.states} <= {s.symbol for s in whole.states}:
         backend = selection.resolve(selection.call_of(problem, checked.form), options.backend)
-        if backend.spec.name == "triton":
-            started = replace(problem, initial=known or None, return_state=True)
+        if backend.spec.name == "triton":  # the output is not used, but has to be finite
+            started = replace(problem, initial=known or None, return_state=True, eps=1e30)
             states: States = backend.runner(whole.spec.operator)(started)[1]
             return states
     own = {s.symbol for s in part.states}
