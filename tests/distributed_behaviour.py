@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import hla
 import hla.distributed.torch as shared
 import ranks
 from distributed_calls import CLOSE, DV, Call, Case, D, H, T, compare, error, part_of, random
+from hla.distributed.torch import operators
 from hla.distributed.torch.groups import Place
 
 LENGTHS = [6, 0, 11]
@@ -32,6 +34,7 @@ def all_cases(rank: int, size: int) -> None:
         second_derivatives,
         sixteen_bits,
         what_travels,
+        comparing_calls,
         nothing_to_differentiate,
         meshes,
         compiled,
@@ -176,30 +179,69 @@ def sixteen_bits(rank: int, size: int) -> None:
 
 def what_travels(rank: int, size: int) -> None:
     """What is sent is what `hla.cost` says, in the dtype of sums, in as many rounds."""
+    for name, method in [*METHODS, ("linear_attention", "segments"), ("linear_attention", "stages")]:
+        q, k, v = (random(H, LENGTHS[rank], n, seed=i).requires_grad_() for i, n in enumerate((D, D, DV)))
+        log_decay = -random(H, LENGTHS[rank], seed=3).abs()
+        sizes = {"T": sum(LENGTHS), "d": D, "dv": DV, "heads": H, "dtype": "float64"}
+        cost = hla.cost(name, **sizes, devices=size, method=method, library="torch")
+        with counting() as sent:
+            output = getattr(shared, name)(q, k, v, log_decay=log_decay, method=method, check=False)
+            there = len(sent)
+            output.sum().backward()
+        assert {kind for _, kind in sent} == {torch.float64}
+        assert there == len(sent) - there == cost.rounds, f"{name}, {method}: {len(sent)} messages"
+        forward, back = sum(n for n, _ in sent[:there]), sum(n for n, _ in sent[there:])
+        assert forward == cost.sent_bytes, f"{name}, {method}: {forward} bytes, not {cost.sent_bytes}"
+        assert back == cost.backward_sent_bytes, f"{name}, {method}: {back} bytes, not {cost.backward_sent_bytes}"
+
+
+def comparing_calls(rank: int, size: int) -> None:
+    """Where to hear the others is to wait for a device, equal calls are compared once."""
+    call = whole("hla2")
+    x = [random(H, LENGTHS[rank], n, seed=i) for i, n in enumerate((D, D, DV))]
+    with counting() as sent, away_from_hand():
+        numbers = []
+        for check, times in ((None, 2), (True, 2), (False, 1)):
+            for _ in range(times):
+                sent.clear()
+                shared.hla2(*x, decay=0.6, scale=0.3, check=check)
+                numbers.append(len(sent))
+        assert numbers == [2, 1, 2, 2, 1], f"messages {numbers}"
+        with torch.no_grad():
+            sent.clear()
+            shared.hla2(*x, decay=0.6, scale=0.3)
+            assert len(sent) == 2
+        for method in ("segments", "stages"):
+            for _ in range(2):
+                compare(call, LENGTHS, rank, method)
+    with counting() as sent:
+        for _ in range(2):
+            shared.hla2(*x, decay=0.6, scale=0.3)
+        assert len(sent) == 4
+
+
+@contextmanager
+def away_from_hand() -> Iterator[None]:
+    operators.at_hand, before = lambda like: False, operators.at_hand
+    try:
+        yield
+    finally:
+        operators.at_hand = before
+
+
+@contextmanager
+def counting() -> Iterator[list[tuple[int, Any]]]:
+    """(bytes sent, dtype) of each message."""
     sent: list[tuple[int, Any]] = []
     gather = Place.gather
 
     def counted(self: Place, x: Any) -> Any:
-        sent.append((x.numel() * x.element_size() * (size - 1), x.dtype))
+        sent.append((x.numel() * x.element_size() * (self.size - 1), x.dtype))
         return gather(self, x)
 
-    calls = [*METHODS, ("linear_attention", "segments"), ("linear_attention", "stages")]
     Place.gather = counted  # type: ignore[method-assign]
     try:
-        for name, method in calls:
-            q, k, v = (random(H, LENGTHS[rank], n, seed=i).requires_grad_() for i, n in enumerate((D, D, DV)))
-            log_decay = -random(H, LENGTHS[rank], seed=3).abs()
-            sizes = {"T": sum(LENGTHS), "d": D, "dv": DV, "heads": H, "dtype": "float64"}
-            cost = hla.cost(name, **sizes, devices=size, method=method, library="torch")
-            sent.clear()
-            output = getattr(shared, name)(q, k, v, log_decay=log_decay, method=method, check=False)
-            there = len(sent)
-            output.sum().backward()
-            assert {kind for _, kind in sent} == {torch.float64}
-            assert there == len(sent) - there == cost.rounds, f"{name}, {method}: {len(sent)} messages"
-            forward, back = sum(n for n, _ in sent[:there]), sum(n for n, _ in sent[there:])
-            assert forward == cost.sent_bytes, f"{name}, {method}: {forward} bytes, not {cost.sent_bytes}"
-            assert back == cost.backward_sent_bytes, f"{name}, {method}: {back} bytes, not {cost.backward_sent_bytes}"
+        yield sent
     finally:
         Place.gather = gather  # type: ignore[method-assign]
 

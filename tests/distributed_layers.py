@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import hla
 import ranks
-from distributed_behaviour import expect
+from distributed_behaviour import away_from_hand, expect
 from distributed_calls import CLOSE, error, part_of, random
 from hla.nn.torch import HigherOrderAttention, HigherOrderOperator
 
@@ -45,6 +45,11 @@ def all_cases(rank: int, size: int) -> None:
     for i, (options, more) in enumerate(CASES):
         lengths = SLICES[size][i % 2]
         ranks.attempt(failures, f"{options} {more}", lambda o=options, m=more, n=lengths: compare(rank, n, o, m))
+    with away_from_hand():
+        for options, more in CASES[:3]:
+            for _ in range(2):  # compared once, so that lengths are not known the second time
+                again = lambda o=options, m=more: compare(rank, SLICES[size][0], o, m)  # noqa: E731
+                ranks.attempt(failures, f"again {options} {more}", again)
     if size == 3:
         for function in (state_alone, kept, refused, compiled, operator_module):
             ranks.attempt(failures, function.__name__, lambda f=function: f(rank, size))

@@ -30,6 +30,11 @@ _agreed: set[tuple[str, Claim]] = set()
 """Calls of groups that have been found equal; for tensors whose values are not at hand."""
 
 
+def at_hand(like: Tensor) -> bool:
+    """Whether to read what others have sent costs no more than their answer."""
+    return like.device.type == "cpu"
+
+
 @dataclass(frozen=True)
 class Session:
     """Several calls of which the ranks have agreed on as one, such as those of a layer."""
@@ -58,7 +63,7 @@ class Session:
         """
         key = (place.group.group_name, claim)
         agreed: Agreed | None = None
-        if check is True or need_lengths or (check is None and (like.device.type == "cpu" or key not in _agreed)):
+        if check is True or need_lengths or (check is None and (at_hand(like) or key not in _agreed)):
             agreed = agree(place, like.device, claim, length, wants_grad and torch.is_grad_enabled(), refusal)
             if len(_agreed) > 10_000:
                 _agreed.clear()
