@@ -310,6 +310,20 @@ def test_padding_changes_nothing(kinds: Any, side: str) -> None:
     assert torch.equal(model(tokens, attention_mask=mask, position_ids=positions).logits, found)
 
 
+def test_a_mask_of_ones_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hla.nn.torch import sequences
+
+    model, tokens, moved = make(), text(), []
+    own = sequences.move_together
+    monkeypatch.setattr(sequences, "move_together", lambda *told: moved.append(1) or own(*told))
+    mask = torch.ones_like(tokens)
+    model(tokens, attention_mask=mask)
+    assert not moved
+    mask[0, 0] = 0
+    model(tokens, attention_mask=mask)
+    assert len(moved) == DEPTH
+
+
 @KINDS
 def test_any_split_equals_the_whole(kinds: Any) -> None:
     model, tokens = make(kinds), text()

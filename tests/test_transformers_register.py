@@ -251,6 +251,16 @@ def test_padding_changes_nothing(name: str, side: str, calls: Any) -> None:
         assert not torch.allclose(again[:1, at], found[:1, at], rtol=1e-3) or (side == "right" and name != "bert")
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+def test_masks_that_say_nothing_are_dropped(name: str, calls: Any) -> None:
+    """A mask of ones, positions in a row, a window longer than the text: nothing is masked, nothing is packed."""
+    model, tokens = make(name), text()
+    for told in ({}, {"attention_mask": torch.ones_like(tokens)}, {"position_ids": torch.arange(TOKENS)[None]}):
+        model(tokens, **told)
+    assert len(calls) == 3 * DEPTH
+    assert not any({"token_mask", "segment_ids"} & set(told) for *_, told in calls)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_packed_sequences_are_alone(name: str) -> None:
     model = make(name)
