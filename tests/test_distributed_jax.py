@@ -207,7 +207,6 @@ CASES: list[tuple[str, int, int, str, str, dict[str, Any]]] = [
     ("hla2", 3, 4, "gather", "auto", {"definition": "as_printed"}),
     ("ahla", 3, 5, "gather", "auto", {}),
     ("ahla", 4, 3, "doubling", "auto", {"token_mask": MASK}),
-    ("ahla", 2, 5, "gather", "stages", {"mask": "prefix"}),
     ("hla3", 4, 3, "gather", "auto", {"token_mask": MASK}),
     ("hla3", 3, 5, "doubling", "auto", {}),
     ("hla3", 3, 4, "gather", "auto", {"definition": "as_printed", "token_mask": masked(12, 3)}),
@@ -246,7 +245,6 @@ def ids() -> Any:
         ("ahla", "doubling", {"cu_seqlens": OFFSETS, "token_mask": masked(20, 4)}),
         ("hla2", "gather", {"segment_ids": ids(), "definition": "as_printed"}),
         ("ahla", "doubling", {"segment_ids": ids(), "token_mask": masked(20, 4)}),
-        ("hla3", "gather", {"segment_ids": ids()[:1]}),
     ],
 )
 def test_packed_sequences_across_borders(operator: str, exchange: str, options: dict[str, Any]) -> None:

@@ -178,6 +178,7 @@ print(checks)
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 """One of which counts what is sent."""
+EXAMPLE = Path(__file__).parents[1] / "examples" / "long_context_jax.py"
 
 SENT = (
     ON_FOUR
@@ -240,3 +241,19 @@ def test_on_four_devices(script: str, checks: int, monkeypatch: pytest.MonkeyPat
     done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout) == checks
+
+
+def test_the_training_example() -> None:
+    """It compares itself with one device, and fails where they differ."""
+    options = {"devices": 2, "tokens": 256, "steps": 2, "width": 16, "layers": 1, "heads": 2}
+    words = [x for name, value in options.items() for x in (f"--{name}", str(value))]
+    command = [sys.executable, "-W", "error", str(EXAMPLE), *words, "--exchange", "doubling"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    _, first, second, *_ = done.stdout.splitlines()
+    assert first.split()[0] == "1"
+    assert first.split()[1] == first.split()[2]
+    assert float(second.split()[1]) < float(first.split()[1])
+    sent = [line.split()[1] for line in done.stdout.splitlines() if line.endswith("MB")]
+    assert len(sent) == 2
+    assert sent[0] == sent[1]
