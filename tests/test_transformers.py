@@ -593,6 +593,21 @@ def test_chunked_prefill(kinds: Any, size: int) -> None:
                        generated(model, tokens, attention_mask=mask, num_beams=2))  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_generation_in_16_bits(dtype: str) -> None:
+    """States are float32; the logits of the whole text agree with those on the way to the rounding of 16 bits."""
+    model, tokens = make(GROWING, getattr(torch, dtype)), text()
+    out = generated(model, tokens, output_logits=True, return_dict_in_generate=True)
+    states = [layer.state for layer in out[CACHE].layers]
+    assert {x.dtype for i in (0, 2) for x in states[i].operators[0]} == {torch.float32}
+    assert {states[1].keys.dtype} == {model.dtype}
+    whole = model(out.sequences[:, :-1]).logits[:, TOKENS - 1 :].float()
+    assert torch.isfinite(whole).all()
+    exact = make(GROWING, torch.float64)
+    bound = allowed(exact, out.sequences[:, :-1])[:, TOKENS - 1 :] * (budget.UNIT[dtype] / budget.UNIT["float64"])
+    assert_close(torch.stack(out.logits, 1).float(), whole, 2 * bound)  # each of them is so far from the exact ones
+
+
 def test_several_turns() -> None:
     """A cache goes on where the last turn ended, and the first turn's padding stays what it was."""
     model, tokens = make(), text()

@@ -50,7 +50,8 @@ class HLAConfig(PretrainedConfig):
         pad_token_id: as for every model, like `bos_token_id` and `eos_token_id`.
         bos_token_id: see `pad_token_id`.
         eos_token_id: see `pad_token_id`.
-        **kwargs: what every `PretrainedConfig` takes.
+
+    Further keywords are those that every `PretrainedConfig` takes.
 
     Raises:
         OptionError: a size that is none, an unknown kind of layer, options that contradict each other, or a keyword
