@@ -250,7 +250,7 @@ def test_options_of_torch() -> None:
     for name in ("HigherOrderAttention", "HigherOrderOperator"):
         own, other = (inspect.signature(getattr(m, name).__init__).parameters for m in (hla.nn.flax, hla.nn.torch))
         mine = [p for p in own.values() if p.name not in ("dtype", "param_dtype", "rngs")]
-        theirs = [p for p in other.values() if p.name not in ("dtype", "device")]
+        theirs = [p for p in other.values() if p.name not in ("dtype", "device", "process_group")]
         assert [(p.name, p.default, p.kind) for p in mine] == [(p.name, p.default, p.kind) for p in theirs]
     assert own.keys() == other.keys()
 
