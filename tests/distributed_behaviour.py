@@ -31,6 +31,7 @@ def all_cases(rank: int, size: int) -> None:
         part_of_the_result,
         gradients_on_some_ranks,
         gradients_of_some_inputs,
+        checkpoints,
         second_derivatives,
         sixteen_bits,
         what_travels,
@@ -127,6 +128,24 @@ def gradients_of_some_inputs(rank: int, size: int) -> None:
         for n, d in zip(names, found, strict=True):
             off = error(d, call.cut(n, call.gradients[n], part_of(LENGTHS, rank)), call.gradients[n])
             assert off < CLOSE, f"{method}, {n}: {off}"
+
+
+def checkpoints(rank: int, size: int) -> None:
+    """Activation checkpointing runs forward exchanges again, on all ranks alike."""
+    from torch.utils.checkpoint import checkpoint
+
+    call = whole("hla2")
+    leaves = local(call, rank)
+    function = getattr(shared, "hla2")  # noqa: B009
+    inputs = [leaves[n] for n in ("q", "k", "v", "log_decay")]
+
+    def attend(q: Any, k: Any, v: Any, g: Any) -> Any:
+        return function(q, k, v, log_decay=g)
+
+    weight = call.cut("o", call.d_output, part_of(LENGTHS, rank))
+    wanted = torch.autograd.grad((attend(*inputs) * weight).sum(), inputs)
+    found = torch.autograd.grad((checkpoint(attend, *inputs, use_reentrant=False) * weight).sum(), inputs)
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
 def second_derivatives(rank: int, size: int) -> None:
@@ -285,26 +304,32 @@ def meshes(rank: int, size: int) -> None:
 
 
 def compiled(rank: int, size: int) -> None:
-    """Within torch.compile."""
-    call = whole("ahla")
-    part = part_of(LENGTHS, rank)
+    """Within torch.compile, as one operation of the program: values, states, gradients, and what is sent."""
+    cases = [
+        ("ahla", {}, ("log_decay",)),
+        ("hla2", {"method": "stages", "normalize": True, "scale": 0.3}, ()),
+        ("hla2", {}, ("segment_ids",)),
+        ("hla3", {}, ("cu_seqlens", "initial_state")),
+        ("hla2", {}, ("cu_seqlens", "no_state")),
+        ("linear_attention", {"mask": "none"}, ("no_state",)),
+    ]
+    for name, options, more in cases:
+        method = options.pop("method", "auto")
+        call = Call(Case(name, options, more))
+        function = getattr(shared, name)
 
-    def function(q: Any, k: Any, v: Any, g: Any) -> Any:
-        output, state = shared.ahla(q * 1.0, k, v, log_decay=g, return_state=True)
-        return output * 2.0, state.cascade_state * 3.0
+        def traced(q: Any, k: Any, v: Any, function: Any = function, **given: Any) -> Any:
+            return function(q * 1.0, k, v, **given)
 
-    given = [call.cut(n, call.leaves[n].detach(), part).clone().requires_grad_() for n in ("q", "k", "v", "log_decay")]
-    wanted = [call.leaves[n].detach().clone().requires_grad_() for n in ("q", "k", "v", "log_decay")]
-    o, state = hla.ahla(*wanted[:3], log_decay=wanted[3], return_state=True)
-    ((o * 2.0 * call.d_output).sum() + state.cascade_state.sum() * 3.0).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        output, cascade = torch.compile(function, backend="aot_eager")(*given)
-        loss = (output * call.cut("o", call.d_output, part)).sum() + (cascade.sum() if rank == 0 else cascade.sum() * 0)
-        loss.backward()
-    assert error(output / 2.0, call.cut("o", o, part), o) < CLOSE
-    for n, x, y in zip(("q", "k", "v", "log_decay"), given, wanted, strict=True):
-        assert error(x.grad, call.cut(n, y.grad, part), y.grad) < CLOSE, n
+        torch._dynamo.reset()
+        with warnings.catch_warnings(), counting() as sent:
+            warnings.simplefilter("ignore")
+            fast = torch.compile(traced, backend="aot_eager", fullgraph=True)
+            compare(call, LENGTHS, rank, method, function=fast)
+            times = len(sent)
+            sent.clear()
+            compare(call, LENGTHS, rank, method)
+            assert times == len(sent), f"{name} {more}: {times} messages, not {len(sent)}"
 
 
 def expect(kind: Any, words: str, function: Callable[[], Any]) -> None:
@@ -357,6 +382,9 @@ def disagreements(rank: int, size: int) -> None:
 
 def refusals(rank: int, size: int) -> None:
     """What no rank may ask for."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (size,))
     x = [torch.ones(H, 2, n) for n in (D, D, DV)]
     cases: list[tuple[Any, str, Any]] = [
         (hla.OptionError, "method", lambda: shared.hla2(*x, method="other")),
@@ -367,6 +395,17 @@ def refusals(rank: int, size: int) -> None:
         (hla.OptionError, "mask", lambda: shared.hla2(*x, mask="none", cu_seqlens=torch.tensor([0, 6]))),
         (hla.OptionError, "segment_ids", lambda: shared.hla2(*x, segment_ids=torch.zeros(2).int(), return_state=True)),
         (hla.DTypeError, "torch tensors", lambda: shared.hla2(*(y.numpy() for y in x))),
+        (hla.DTypeError, "local_map", lambda: shared.hla2(*(DTensor.from_local(y, mesh, [Shard(1)]) for y in x))),
+        (
+            hla.BackendUnsupportedError,
+            "torch.func",
+            lambda: torch.func.grad(lambda q: shared.hla2(q, *x[1:]).sum())(x[0]),
+        ),
+        (
+            hla.BackendUnsupportedError,
+            "tangent",
+            lambda: torch.func.jvp(lambda q: shared.hla2(q, *x[1:]), x[:1], x[:1]),
+        ),
         (TypeError, "decays", lambda: shared.hla2(*x, decays=0.5)),
     ]
     for kind, words, function in cases:

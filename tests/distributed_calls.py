@@ -158,12 +158,12 @@ def part_of(lengths: list[int], rank: int) -> slice:
     return slice(start, start + lengths[rank])
 
 
-def compare(call: Call, lengths: list[int], rank: int, method: str, **more: Any) -> None:
+def compare(call: Call, lengths: list[int], rank: int, method: str, function: Any = None, **more: Any) -> None:
     """One case on this rank, and what must be equal."""
     part = part_of(lengths, rank)
     local = {name: call.cut(name, x.detach(), part).clone().requires_grad_() for name, x in call.leaves.items()}
     fixed = {name: call.cut(name, x, part) for name, x in call.fixed.items() if name in ("token_mask", "segment_ids")}
-    function = getattr(shared, call.case.operator)
+    function = function or getattr(shared, call.case.operator)
     output, state = call.call(function, {**local, **fixed}, {"method": method, **more})
     worst = {"o": error(output, call.cut("o", call.output, part), call.output)}
     for name, x, y in zip(getattr(state, "_fields", ()), state, call.state, strict=True):

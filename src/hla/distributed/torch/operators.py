@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hla import arrays
 from hla.backends import Backend, selection
@@ -19,7 +20,7 @@ from hla.distributed.torch.agreement import Agreed, Claim, agree
 from hla.distributed.torch.exchange import Exchanges
 from hla.distributed.torch.groups import Group, Place
 from hla.distributed.torch.sums import slice_sums
-from hla.errors import DTypeError, OptionError, message
+from hla.errors import BackendUnsupportedError, DTypeError, OptionError, message
 from hla.family import Program, steps
 from hla.ops import finish_states
 from hla.options import Options, read_options
@@ -92,40 +93,46 @@ def run(
     if arrays.is_compiling():
         from hla.distributed.torch import compilation
 
-        return compilation.run_outside(function, q, k, v, given, sharing, order)
-    return run_here(function, q, k, v, given, sharing, order)
-
-
-def run_here(function: str, q: Any, k: Any, v: Any, given: dict[str, Any], sharing: Sharing, order: int | None) -> Any:
-    """`run`, in plain Python."""
-    options = read_options(function, given)
-    session = sharing.session
+        return compilation.call(function, q, k, v, given, sharing, order)
     if sharing.check not in (None, True, False):
         raise OptionError(message("check", "True, False or None", repr(sharing.check), "None decides by the device."))
+    options = read_options(function, given)
+    session = sharing.session
     if session is not None:
-        return _Call(session.place, function, q, k, v, options, sharing, order).run(session)
+        return Call(session.place, function, q, k, v, options, sharing.method, order).run(session)
     place = Place.of(sharing.group)
+    call, session = begin(place, function, q, k, v, options, sharing, order)
+    return call.run(session)
+
+
+def begin(
+    place: Place, function: str, q: Any, k: Any, v: Any, options: Options, sharing: Sharing, order: int | None
+) -> tuple[Call, Session]:
+    """A call, checked and compared with those of the other ranks."""
     refusal: Exception | None = None
-    call: _Call | None = None
+    call: Call | None = None
+    claim: Claim = ()
+    wants_grad = False
     try:
-        call = _Call(place, function, q, k, v, options, sharing, order)
+        call = Call(place, function, q, k, v, options, sharing.method, order)
+        claim, wants_grad = call.claim(), call.wants_grad()
     except Exception as error:
         refusal = error
     session = Session.begin(
         place,
         v if isinstance(v, Tensor) else torch.empty(0),
-        () if call is None else call.claim(),
-        call is not None and call.wants_grad(),
+        claim,
+        wants_grad,
         refusal,
         length=0 if call is None else call.checked.problem.length,
         need_lengths=call is not None and call.offsets is not None,
         check=sharing.check,
     )
     assert call is not None
-    return call.run(session)
+    return call, session
 
 
-class _Call:
+class Call:
     """A call of which the arguments are checked, as far as a rank can by itself."""
 
     def __init__(
@@ -136,12 +143,12 @@ class _Call:
         k: Any,
         v: Any,
         options: Options,
-        sharing: Sharing,
+        method: str,
         order: int | None,
     ) -> None:
         self.place, self.function, self.options, self.order = place, function, options, order
         self.inputs = (q, k, v)
-        self.method = sharing.method
+        self.method = method
         self.offsets: list[int] | None = None
         own = options
         if options.cu_seqlens is not None:
@@ -149,6 +156,8 @@ class _Call:
             own = replace(options, cu_seqlens=None, initial_state=None)
             if options.segment_ids is not None:
                 check_call(function, q, k, v, options, order)  # refuses both
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            _refuse_followed(name, x)
         self.by_sequence = self.offsets is not None and (options.return_state or options.initial_state is not None)
         self.checked = check_call(function, q, k, v, own, order)
         problem = self.checked.problem
@@ -291,6 +300,23 @@ class _Call:
             if read is not None:
                 streams[read.result] = streams[read.query] @ totals[symbol]
         return cast(Tensor, problem.finish(streams, problem.token_mask))
+
+
+def _refuse_followed(name: str, x: Any) -> None:
+    """An error for tensors that stand for more than their values, which the exchanges would lose."""
+    if not isinstance(x, Tensor):
+        return
+    if hasattr(x, "device_mesh"):
+        raise DTypeError(
+            message(name, "a tensor of this rank", "a DTensor",
+                    "Call inside torch.distributed.tensor.experimental.local_map.")
+        )  # fmt: skip
+    mapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    if mapped or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None):  # type: ignore[no-untyped-call]
+        got = "a tensor of a torch.func transformation" if mapped else "one with a forward-mode tangent"
+        raise BackendUnsupportedError(
+            message(name, "a tensor for reverse mode, as of backward()", got, "Use torch.autograd over processes.")
+        )
 
 
 def _tied(exchanges: Exchanges, problem: Problem) -> Problem:
