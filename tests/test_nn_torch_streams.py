@@ -269,6 +269,22 @@ def test_states_are_not_written_to() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, state.tensors(), strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_states_keep_no_token_alive(dtype: str, padded: bool) -> None:
+    layer = make(RICH, dtype=getattr(torch, dtype))
+
+    def kept(length: int) -> int:
+        x = tokens(shape=(BATCH, length, D_MODEL)).to(layer.q_proj.weight.dtype)
+        skipped = torch.zeros(BATCH, length, dtype=torch.bool)
+        skipped[0, :3] = padded
+        with torch.no_grad():
+            state = layer(x, return_state=True, key_padding_mask=skipped if padded else None)[1]
+        return sum(x.untyped_storage().nbytes() for x in state.tensors())
+
+    assert kept(10) == kept(300)
+
+
 def test_reorder_for_beams() -> None:
     layer, x = make(RICH), tokens()
     _, state = layer(x, return_state=True)

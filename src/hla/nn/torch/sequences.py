@@ -42,7 +42,7 @@ class Rows:
         length, behind = x.shape[1], window.shape[1]
         result = _slide(stream, weight, length)
         if self.counts is None:
-            return result, stream[:, length:].to(window.dtype)
+            return result, stream[:, length:].to(window.dtype, copy=True)  # a view would keep all tokens alive
         last = self.counts[:, None] + torch.arange(behind, device=x.device)
         return result, _take(stream, last).to(window.dtype)
 
