@@ -13,6 +13,9 @@ from libraries import only
 
 torch: Any = only("torch")
 pytest.importorskip("hla.distributed.torch")
+
+from distributed_behaviour import BEHAVIOURS  # noqa: E402
+
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
 
@@ -21,9 +24,9 @@ def test_equals_one_process(size: int, tmp_path: Path) -> None:
     ranks.run("distributed_calls:equal_cases", size, tmp_path)
 
 
-@pytest.mark.parametrize("size", [3])
-def test_behaviour(size: int, tmp_path: Path) -> None:
-    ranks.run("distributed_behaviour:all_cases", size, tmp_path)
+@pytest.mark.parametrize("name", BEHAVIOURS)
+def test_behaviour(name: str, tmp_path: Path) -> None:
+    ranks.run(f"distributed_behaviour:{name}", 3, tmp_path)
 
 
 def test_a_killed_rank_is_an_error_in_the_others(tmp_path: Path) -> None:
