@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -159,6 +160,53 @@ def test_gradients_of_gradients() -> None:
     allowed = np.abs(coarse - fine).max()  # three times the truncation of the fine one
     assert allowed < 1e-5 * np.abs(fine).max()
     assert np.abs(found - fine).max() <= allowed
+
+
+SHARDED = """
+import re
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from flax import nnx
+from hla.nn.flax import HigherOrderAttention
+layer = HigherOrderAttention(12, 2, operator="linear_attention", rotary=True, rngs=nnx.Rngs(0))
+graph, weights = nnx.split(layer)
+x = np.random.default_rng(0).normal(size=(4, 7, 12)).astype(np.float32)
+mask = np.arange(7) < np.array([[3], [0], [2], [0]])
+
+@jax.jit
+def call(weights, x, mask):
+    return nnx.merge(graph, weights)(x, return_state=True, key_padding_mask=mask)
+
+@jax.jit
+def step(weights, x_t, state):
+    return nnx.merge(graph, weights).step(x_t, state)
+
+def loss(weights, x):
+    return jnp.square(nnx.merge(graph, weights)(x)).sum()
+
+want = call(weights, x, mask)
+want_grad = jax.jit(jax.grad(loss))(weights, x)
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("rows",)))
+        own = jax.device_put(weights, whole)
+        x_rows, mask_rows = jax.device_put((x, mask), rows)
+        y, state = call(own, x_rows, mask_rows)
+        assert all(z.sharding.spec[0] == "rows" for z in (y, *state.arrays()))
+        for program in (call.lower(own, x_rows, mask_rows), step.lower(own, x_rows[:, 0], state)):
+            assert not re.search("all-|collective", program.compile().as_text())
+        for a, b in zip(jax.tree.leaves((y, state)), jax.tree.leaves(want)):
+            assert np.allclose(a, b, rtol=1e-5, atol=1e-5)
+        for a, b in zip(jax.tree.leaves(jax.jit(jax.grad(loss))(own, x_rows)), jax.tree.leaves(want_grad)):
+            assert np.allclose(a, b, rtol=1e-4, atol=1e-4)
+"""
+
+
+def test_rows_on_several_devices() -> None:
+    """A batch spread over two devices: nothing is exchanged on the way there, with either kind of axes."""
+    devices = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    subprocess.run([sys.executable, "-c", SHARDED], check=True, timeout=300, env=devices)
 
 
 class Stack(nnx.Module):

@@ -334,9 +334,10 @@ class HigherOrderAttention(nnx.Module):
         length = x.shape[1]
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         given = v.dtype
+        seen = _no_tokens(x, batch) if state is None else state.position
         windows: tuple[Array, ...] = ()
         if self.q_conv is not None and self.k_conv is not None and self.v_conv is not None:
-            before = self._windows(batch) if state is None else state.windows
+            before = self._windows(seen) if state is None else state.windows
             q, q_window = self.q_conv(q, before[0], rows)
             k, k_window = self.k_conv(k, before[1], rows)
             v, v_window = self.v_conv(v, before[2], rows)
@@ -349,7 +350,6 @@ class HigherOrderAttention(nnx.Module):
             k = hla.feature_map(widened(k), options.feature_map)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        seen = jnp.zeros(batch, jnp.int32) if state is None else state.position
         if options.rotary:
             q, k = rotate(q, k, rows.positions(seen, length), options.rotary_base)
         # unnormalised outputs overflow float16, so they must not be rounded to it before the norm
@@ -435,12 +435,14 @@ class HigherOrderAttention(nnx.Module):
                     dtype=self._wide(),
                 )
             )
-        windows = () if options.conv_size is None else self._windows(batch)
-        return LayerState(tuple(states), windows, jnp.zeros(batch, jnp.int32))
+        position = jnp.zeros(batch, jnp.int32)
+        windows = () if options.conv_size is None else self._windows(position)
+        return LayerState(tuple(states), windows, position)
 
-    def _windows(self, batch: int) -> tuple[Array, ...]:
-        behind = (self.options.conv_size or 1) - 1
-        return tuple(jnp.zeros((batch, behind, n), self._wide()) for n in self.options.widths())
+    def _windows(self, zeros: Array) -> tuple[Array, ...]:
+        """Windows before the first token, of as many zeros as there are sequences."""
+        behind, zeros = (self.options.conv_size or 1) - 1, zeros.astype(self._wide())[:, None, None]
+        return tuple(jnp.tile(zeros, (1, behind, n)) for n in self.options.widths())
 
     def _read(self, name: str, x: Any, axes: tuple[str, ...]) -> Array:
         return read_input(name, x, axes, self.options.d_model, self.dtype, self.q_proj.kernel.dtype)
@@ -472,6 +474,11 @@ def _decay(options: LayerOptions, dtype: Any, param_dtype: Any, rngs: nnx.Rngs) 
     if options.decay == "forget_gate":
         return ForgetGate(options, dtype, param_dtype, rngs)
     return None if options.decay is None or options.single_decay() is not None else FixedDecay(options)
+
+
+def _no_tokens(x: Array, batch: int) -> Array:
+    """(B,) zeros; spread over devices as the rows of x, where these are the sequences."""
+    return x[:, :0, 0].sum(1).astype(jnp.int32) if batch == x.shape[0] else jnp.zeros(batch, jnp.int32)
 
 
 def _pick(x: Array, runs: Runs, axis: int) -> Array:
