@@ -186,21 +186,25 @@ SENT = (
 from devices import operations, sent
 
 S = P(None, "seq")
-CASES = [
-    ("hla2", dict(exchange="gather")),
-    ("hla2", dict(exchange="doubling")),
-    ("ahla", dict(exchange="gather", normalize=True)),
-    ("higher_order", dict(exchange="doubling", order=4)),
-    ("hla3", dict(exchange="gather", mask="none")),
+CASES = [  # called inside shard_map, or with mesh on whole arrays
+    ("hla2", AxisType.Auto, "inside", dict(exchange="gather")),
+    ("hla2", AxisType.Explicit, "inside", dict(exchange="doubling")),
+    ("ahla", AxisType.Auto, "whole", dict(exchange="gather", normalize=True)),
+    ("higher_order", AxisType.Explicit, "whole", dict(exchange="doubling", order=4)),
+    ("hla3", AxisType.Auto, "inside", dict(exchange="gather", mask="none")),
 ]
-for name, options in CASES:
+for name, kind, how, options in CASES:
     shapes = []
     for T in (64, 4096)[: 2 if name == "hla2" else 1]:  # the longer one takes long to compile
-        mesh = mesh_of(4)
+        mesh = mesh_of(4, kind)
         op = partial(getattr(distributed, name), axis_name="seq", chunk_size=16, **options)
-        attend = jax.shard_map(
-            lambda q, k, v, g: op(q, k, v, log_decay=None if "mask" in options else g),
-            mesh=mesh, in_specs=S, out_specs=S,
+
+        def attend(q, k, v, g, **more):
+            return op(q, k, v, log_decay=None if "mask" in options else g, **more)
+
+        attend = (
+            partial(attend, mesh=mesh) if how == "whole"
+            else jax.shard_map(attend, mesh=mesh, in_specs=S, out_specs=S)
         )
         loss = lambda *xs: (attend(*xs) ** 2).sum()
         xs = [
@@ -225,7 +229,7 @@ for name, options in CASES:
         assert memory.temp_size_in_bytes < 2 * (cost.device_bytes + decays), (memory.temp_size_in_bytes, cost)
         checks += 1
     assert shapes[0] == shapes[-1], f"{name}: what is sent grows with T"
-    sizes = [n for x in shapes[0][1] for _, shape in x.arrays for n in shape]
+    sizes = [n for x in sum(shapes[0], []) for _, shape in x.arrays for n in shape]
     assert max(sizes) < 64 // 4, f"{name}: tokens are sent"
 print(checks)
 """
