@@ -430,6 +430,8 @@ def test_errors() -> None:
     refused(hla.OptionError, "mask: .*packed", mapped, mask="none", segment_ids=jnp.zeros(4, int))
     refused(hla.OptionError, "cu_seqlens: expected offsets from 0 to T = 4", mapped, cu_seqlens=np.asarray([0, 3]))
     refused(hla.OptionError, "segment_ids: ", mapped, segment_ids=jnp.zeros(4, int), return_state=True)
+    both = {"segment_ids": jnp.zeros(4, int), "cu_seqlens": np.asarray([0, 4])}
+    refused(hla.OptionError, "segment_ids or cu_seqlens, got both", mapped, **both)
     refused(TypeError, "unexpected keyword argument 'decai'", mapped, decai=0.5)
     for options in ({}, {"mesh": mesh}):
         run = attend if options else mapped

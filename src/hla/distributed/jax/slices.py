@@ -40,7 +40,8 @@ def run(call: Call, q: Any, k: Any, v: Any, options: Options) -> Any:
     """Output (and the last state of the whole sequence) of a call on one device's slices."""
     axis = Axis.called(call.axis_name)
     packed = options.cu_seqlens is not None
-    own = replace(options, cu_seqlens=None, initial_state=None) if packed else options
+    alone = packed and options.segment_ids is None  # both are refused
+    own = replace(options, cu_seqlens=None, initial_state=None) if alone else options
     checked = check_call(call.operator, q, k, v, own, call.order)
     if arrays.family(v) != "jax":
         raise DTypeError(message("q, k, v", "JAX arrays", arrays.family(v), "Convert them with jax.numpy.asarray."))
