@@ -208,9 +208,9 @@ CASES: list[tuple[str, int, int, str, str, dict[str, Any]]] = [
     ("ahla", 3, 5, "gather", "auto", {}),
     ("ahla", 4, 3, "doubling", "auto", {"token_mask": MASK}),
     ("hla3", 4, 3, "gather", "auto", {"token_mask": MASK}),
-    ("hla3", 3, 5, "doubling", "auto", {}),
+    ("hla3", 3, 4, "doubling", "auto", {}),
     ("hla3", 3, 4, "gather", "auto", {"definition": "as_printed", "token_mask": masked(12, 3)}),
-    ("higher_order", 2, 7, "doubling", "auto", {"order": 5}),
+    ("higher_order", 2, 4, "doubling", "auto", {"order": 5}),
     ("hla2", 3, 5, "gather", "auto", {"mask": "none", "ridge": 0.7, "token_mask": masked(15, 3)}),
     ("higher_order", 2, 5, "gather", "auto", {"mask": "none", "order": 4}),
 ]

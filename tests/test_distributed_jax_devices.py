@@ -247,8 +247,9 @@ def test_on_four_devices(script: str, checks: int, monkeypatch: pytest.MonkeyPat
     assert int(done.stdout) == checks
 
 
-def test_the_training_example() -> None:
+def test_the_training_example(monkeypatch: pytest.MonkeyPatch) -> None:
     """It compares itself with one device, and fails where they differ."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     options = {"devices": 2, "tokens": 256, "steps": 2, "width": 16, "layers": 1, "heads": 2}
     words = [x for name, value in options.items() for x in (f"--{name}", str(value))]
     command = [sys.executable, "-W", "error", str(EXAMPLE), *words, "--exchange", "doubling"]
