@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -111,9 +112,15 @@ def quick_programs(request: pytest.FixtureRequest) -> Iterator[None]:
 ONCE = ("concurrency", "cost", "errata", "imports", "memory", "public_api")
 """Files whose tests, but for the shared ones, are about no array library: the session of NumPy runs them."""
 LONG = ("errors", "forms", "inputs", "nonfinite", "packing", "reference")
-SAMPLED = {"jax": (10, LONG), "cupy": (4, (*LONG, "gradients", "states"))}
-"""Files of which a library runs one in so many parameters of each test: XLA compiles every operation for every shape,
-and without a GPU the CUDA kernels run thread by thread."""
+COMPILED = ("gradients", "paper", "scan", "segments", "states", "storage")
+SAMPLED = {
+    "strict": dict.fromkeys(LONG, 3),
+    "jax": {**dict.fromkeys(LONG, 12), **dict.fromkeys(COMPILED, 3)},
+    "cupy": dict.fromkeys((*LONG, "gradients", "states"), 4),
+}
+"""Files of which a library runs one in so many parameters of each test: what array-api-strict is for is every
+operation, not every number; XLA compiles every operation for every shape; and without a GPU the CUDA kernels run thread
+by thread."""
 OWN = {"cupy": ("cupy", "docs")}
 """Beside shared tests a library's session runs these files only."""
 
@@ -121,12 +128,13 @@ OWN = {"cupy": ("cupy", "docs")}
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what another session runs. No shared test is left out, and which parameters JAX runs is fixed.
 
-    They are the first, the eleventh, … of each test in order, or the first, the fifth, …; --every runs all.
+    They are the first of each test and, of the others, one in so many by a checksum of its name, so that no value of a
+    parameter is always left out; --every runs all.
     """
     name = config.getoption("--arrays")
     if name == "numpy" or config.getoption("--every"):
         return
-    each, sampled_files = SAMPLED.get(name, (1, ()))
+    sampled_files = SAMPLED.get(name, {})
     seen: dict[str, int] = {}
     kept, left = [], []
     for item in items:
@@ -134,7 +142,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         count = seen[test] = seen.get(test, -1) + 1
         shared = "lib" in getattr(item, "fixturenames", ())
         elsewhere = not shared and (file in ONCE or file not in OWN.get(name, (file,)))
-        sampled = shared and file in sampled_files and count % each
+        sampled = shared and count and crc32(item.nodeid.encode()) % sampled_files.get(file, 1)
         (left if elsewhere or sampled else kept).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = kept
