@@ -228,6 +228,7 @@ def main(words: list[str] | None = None) -> int:
         text = read(chosen.text)
         same = train(chosen, text, rank, size)
         grow(chosen, text, rank, size)
+        dist.barrier()
     finally:
         dist.destroy_process_group()
     return 0 if same else 1

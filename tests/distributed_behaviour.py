@@ -33,6 +33,7 @@ BEHAVIOURS = (
     "checkpoints",
     "second_derivatives",
     "sixteen_bits",
+    "autocast",
     "what_travels",
     "comparing_calls",
     "nothing_to_differentiate",
@@ -190,6 +191,19 @@ def sixteen_bits(rank: int, size: int) -> None:
         for x, y, most in zip(state, final, sizes[1], strict=True):
             assert x.dtype == torch.float32
             assert ((x - y).abs() <= close * most.amax()).all(), f"{name}, {method}: state"
+
+
+def autocast(rank: int, size: int) -> None:
+    """Sums and states are not rounded to 16 bits where products are."""
+    for name, method in METHODS:
+        given = [random(H, LENGTHS[rank], n, seed=i).float().requires_grad_() for i, n in enumerate((D, D, DV))]
+        found = []
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                output, state = getattr(shared, name)(*given, decay=0.9, return_state=True, method=method)
+                loss = output.square().sum() + sum(x.sum() for x in state)
+                found.append([output, *state, *torch.autograd.grad(loss, given)])
+        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True)), f"{name}, {method}"
 
 
 def what_travels(rank: int, size: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hla.arrays import undisturbed
 from hla.backends.torch.namespace import PLAIN
 from hla.distributed.torch.groups import Place, pack, unpack
 from hla.problem import States
@@ -116,6 +117,11 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_tie: Tensor, *d: Tensor) -> tuple[Any, ...]:
         """The adjoint, by hand; by autograd where that is to be differentiated again."""
+        with undisturbed(PLAIN, d_tie):
+            return Exchange._pull(ctx, d_tie, *d)
+
+    @staticmethod
+    def _pull(ctx: Any, d_tie: Tensor, *d: Tensor) -> tuple[Any, ...]:
         plan: Plan = ctx.plan
         tie, *saved = ctx.saved_tensors
         given, count = saved[: ctx.count], len(plan.states)

@@ -62,13 +62,16 @@ class Session:
 
         `wants_grad`: whether an input of this rank does. `length`: its tokens.
         """
-        key = (place.group.group_name, claim)
+        name = place.group.group_name
+        known = (name, claim) in _agreed
+        if refusal is not None:  # after the first call the others are likely not to ask again
+            known = any(group == name for group, _ in _agreed)
         agreed: Agreed | None = None
-        if check is True or need_lengths or (check is None and (at_hand(like) or key not in _agreed)):
+        if check is True or need_lengths or (check is None and (at_hand(like) or not known)):
             agreed = agree(place, like.device, claim, length, wants_grad and torch.is_grad_enabled(), refusal)
             if len(_agreed) > 10_000:
                 _agreed.clear()
-            _agreed.add(key)
+            _agreed.add((name, claim))
         elif refusal is not None:
             raise refusal
         needs_grad = torch.is_grad_enabled() and (agreed is None or agreed.needs_grad)
@@ -237,10 +240,11 @@ class Call:
         problem = _tied(exchanges, problem)
         checked = checked._replace(problem=problem)
         finals: States = {}
-        if self.everything:
-            output = self._everything(problem, exchanges)
-        else:
-            output, finals = self._causal(checked, exchanges)
+        with arrays.undisturbed(PLAIN, problem.v):
+            if self.everything:
+                output = self._everything(problem, exchanges)
+            else:
+                output, finals = self._causal(checked, exchanges)
         output, *ends = exchanges.tied([output, *finals.values()])
         finals = dict(zip(finals, ends, strict=True))
         if not length:

@@ -156,6 +156,11 @@ class DecayedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Any, ...]:
         """The primitive's gradient where nothing is read: db_t = Γ dX c_t, dc_t = Γ dXᵀ b_t."""
+        with undisturbed(PLAIN, d):
+            return DecayedSum._pull(ctx, d)
+
+    @staticmethod
+    def _pull(ctx: Any, d: Tensor) -> tuple[Any, ...]:
         b, c, span, mask = ctx.saved_tensors
         parts: list[tuple[Tensor, ...]] = []
         for part in _blocks(b.shape[-2]):
