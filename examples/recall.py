@@ -2,7 +2,7 @@
 
     python examples/recall.py                                   # three tasks, five mixers: minutes on two cores
     python examples/recall.py --task mqar:16:48 --decay none --steps 2000 --out runs/longer
-    python examples/recall.py --full --out runs/recall-full     # more of everything: a day on two cores
+    python examples/recall.py --full --out runs/recall-full     # more of everything: a day or two on them
 
 Tasks are NAME:ITEMS:LENGTH. mqar: ITEMS pairs of a key and a value, then keys alone; the answer is the key's value.
 induction: random tokens, ITEMS different ones; the answer is what followed the token when it came last. copy: ITEMS
