@@ -1,4 +1,4 @@
-"""Layers: `hla.nn.torch`, `hla.nn.flax`. Importing this package imports no framework, importing one of its modules does.
+"""Layers: `hla.nn.torch`, `hla.nn.flax`. Importing this package imports no framework, importing one of these does.
 
 `convert` is that of `hla.nn.torch`, imported when it is first used.
 """
