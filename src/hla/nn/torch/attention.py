@@ -405,7 +405,7 @@ class HigherOrderAttention(nn.Module):
         if self.q_conv is not None and self.k_conv is not None and self.v_conv is not None:
             before = self._windows(batch, x.device) if state is None else state.windows
             if slices is not None:
-                (q, k, v), before, last = slices.windows(rows, (q, k, v), before)
+                before, last = slices.windows(rows, (q, k, v), before)
             q, q_window = self.q_conv(q, before[0], rows)
             k, k_window = self.k_conv(k, before[1], rows)
             v, v_window = self.v_conv(v, before[2], rows)

@@ -58,11 +58,11 @@ class Slices:
 
     def windows(
         self, rows: Rows | Packed, streams: tuple[Tensor, ...], before: tuple[Tensor, ...]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The streams, the windows before this slice and those after the last, from the windows before the first."""
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The windows before this slice and those after the last, from the windows before the first."""
         exchanges, count = self.session.exchanges, before[0].shape[1]
         if not count or (self.some is not None and not self.some.shape[0]):
-            return streams, before, before
+            return before, before
         widths = [x.shape[2] for x in streams]
         tails = torch.cat([rows.tail(x, count) for x in streams], dim=2).to(before[0].dtype)
         whole = initial = torch.cat(before, dim=2)
@@ -75,7 +75,7 @@ class Slices:
             exchanges.tie = tie
         if self.some is not None:
             own, last = (whole.index_copy(0, self.some, x) for x in (own, last))
-        return tuple(exchanges.tied(list(streams))), torch.split(own, widths, dim=2), torch.split(last, widths, dim=2)
+        return torch.split(own, widths, dim=2), torch.split(last, widths, dim=2)
 
 
 def begin(
