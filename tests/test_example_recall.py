@@ -197,6 +197,23 @@ def test_one_seed_one_result(recall: ModuleType) -> None:
     assert first["test"] != first["validation"]
 
 
+def test_same_batches_for_all(recall: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    predict = recall.predict
+    monkeypatch.setattr(
+        recall, "predict", lambda model, tokens, of: (seen.append(tokens), predict(model, tokens, of))[1]
+    )
+    found = []
+    for mixer, seed in (("hla2", 0), ("softmax", 0), ("hla2", 1)):
+        seen: list[Any] = []
+        recall.train(cell(recall, mixer=mixer, seed=seed, steps=2, batch=7))
+        assert [len(x) for x in seen] == [7, 7, 256, 256, 256, 256, 256]
+        found.append(seen)
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0][2:], found[2][2:]))
+    batches = [x[:7] for x in (*found[0], *found[2][:2])]
+    assert all(not torch.equal(x, y) for i, x in enumerate(batches) for y in batches[:i])
+
+
 def test_softmax_learns(recall: ModuleType) -> None:
     told = {"task": "mqar", "items": 2, "length": 6, "width": 16, "heads": 2, "steps": 120, "batch": 32, "lr": 0.02}
     assert recall.train(cell(recall, mixer="softmax", **told))["test"] > 0.95
