@@ -319,8 +319,7 @@ def compiled(rank: int, size: int) -> None:
         ("ahla", {}, ("log_decay",)),
         ("hla2", {"method": "stages", "normalize": True, "scale": 0.3}, ()),
         ("hla2", {}, ("segment_ids",)),
-        ("hla3", {}, ("cu_seqlens", "initial_state")),
-        ("hla2", {}, ("cu_seqlens", "no_state")),
+        ("ahla", {}, ("cu_seqlens", "initial_state")),
         ("linear_attention", {"mask": "none"}, ("no_state",)),
     ]
     for name, options, more in cases:

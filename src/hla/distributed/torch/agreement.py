@@ -40,9 +40,11 @@ def agree(
     row[:_HEAD] = head
     data = _fitted(text.encode())
     row[_HEAD : _HEAD + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    heard = place.gather(row.to(device)).cpu()
-    if refusal is not None:
-        raise refusal
+    try:
+        heard = place.gather(row.to(device)).cpu()
+    finally:
+        if refusal is not None:
+            raise refusal
     heads = heard[:, :_HEAD].contiguous().view(torch.int64).tolist()
     texts = [bytes(x[_HEAD:].tolist()).rstrip(b"\0").decode(errors="replace") for x in heard]
     for rank, (refused, _, _) in enumerate(heads):
