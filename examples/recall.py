@@ -428,7 +428,9 @@ def finished(todo: list[Cell], at_once: int) -> Iterator[dict[str, Any]]:
         yield from map(train, todo)
         return
     with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), worker) as pool:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what processes inherit that are not ready for it
         futures = [pool.submit(train, cell) for cell in todo]
+        signal.signal(signal.SIGINT, before)
         try:
             for future in as_completed(futures):
                 yield future.result()
