@@ -171,6 +171,8 @@ def run_files(session: nox.Session, pattern: str, arrays: str, *groups: str) -> 
 def tests_flax(session: nox.Session) -> None:
     """The layer for Flax beside that for PyTorch."""
     run_files(session, "test_nn_flax*.py", "jax", "flax")
+    pages = ("tests/test_docs.py", "-k", "flax")  # Flax and PyTorch are together in this session only
+    session.run("pytest", "--arrays=jax", "-n", "2", *pages, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(name="tests-transformers")

@@ -336,10 +336,10 @@ def _check_packing(
         return xp.concat([first, changed], axis=-1)[..., None], None
     if options.cu_seqlens is None:
         return None, None
-    return None, _check_offsets(options.cu_seqlens, length)
+    return None, check_offsets(options.cu_seqlens, length)
 
 
-def _check_offsets(offsets: Any, length: int) -> Any:
+def check_offsets(offsets: Any, length: int) -> Any:
     """cu_seqlens as a list where its values are known, else the traced array itself."""
     if not arrays.is_array(offsets):
         raise DTypeError(

@@ -12,7 +12,7 @@ from jax import Array
 from hla import arrays
 from hla.backends import selection
 from hla.backends.jax.namespace import XP
-from hla.checks import Checked, _check_offsets, check_call, check_state
+from hla.checks import Checked, check_call, check_offsets, check_state
 from hla.chunkwise import chunk, default_chunk, token_arrays
 from hla.decays import Decays
 from hla.distributed.jax.exchange import EXCHANGES, Axis
@@ -55,7 +55,7 @@ def run(call: Call, q: Any, k: Any, v: Any, options: Options) -> Any:
         return arrays.moveaxis(XP, _everything(problem, axis), -2, checked.axis)
     several = packed and (options.return_state or options.initial_state is not None)
     if packed:
-        offsets = _check_offsets(options.cu_seqlens, axis.size * problem.length)
+        offsets = check_offsets(options.cu_seqlens, axis.size * problem.length)
         if options.initial_state is not None:
             spec = problem.program.spec
             initial = check_state(options.initial_state, spec, v, batch, q, v, problem.dtype, offsets)
