@@ -584,7 +584,11 @@ def main(words: list[str] | None = None) -> int:
         raise SystemExit(f"error: {error}") from None
     results = Results(options.out)
     try:
-        run(grid, results, options.threads if options.device == "cpu" else 1)
+        try:
+            run(grid, results, options.threads if options.device == "cpu" else 1)
+        except BrokenProcessPool:
+            time.sleep(0.5)  # where Ctrl-C has ended the processes, it may be on its way to this one
+            raise
     except KeyboardInterrupt:
         print("stopped; what is finished is kept, and the same command continues", file=sys.stderr)
         return 130

@@ -10,9 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -347,6 +349,19 @@ def test_best_rate_by_validation(recall: ModuleType, tmp_path: Path) -> None:
     assert (row["lr"], row["test"], row["least"], row["most"]) == (0.3, 0.5, 0.3, 0.7)
     assert row["validation"] == pytest.approx({"0.1": 0.55, "0.3": 0.65})
     assert (group["control"], group["valid"]) == (0.5, True)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals to a group of processes")
+def test_interrupt_that_reaches_the_processes_first(
+    recall: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> None:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(recall, "run", broken)
+    assert recall.main(words(tmp_path, task="mqar:2:6", mixer="softmax", lr=0.01, seeds=1, steps=20)) == 130
+    assert capsys.readouterr().err.startswith("stopped")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals to a group of processes")
