@@ -198,6 +198,8 @@ class Run:
         if before:
             self.restore(before)
             print(f"{mixer}: continues after step {self.step}")
+        elif options.resume:
+            print(f"{mixer}: no checkpoint in {self.folder}; starts at step 0")
 
     def loss(self, rows: Tensor) -> Tensor:
         """Mean cross entropy of each next byte, in nats."""

@@ -248,6 +248,16 @@ def test_options_are_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "the loss is" in refused(words(text, tmp_path / "run", lr="1e30"))
 
 
+def test_resume_without_a_checkpoint(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = load()
+    data = script.Text(text, 24)
+    for more, said in ((["--resume"], f"hla2: no checkpoint in {tmp_path / 'hla2'}; starts at step 0\n"), ([], "")):
+        options = script.arguments([*words(text, tmp_path), *more])
+        run = script.Run("hla2", script.equal_configs(options)["hla2"], options, data)
+        assert run.step == 0
+        assert capsys.readouterr().out == said
+
+
 def test_checkpoints_are_refused(whole: tuple[Path, str], text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(whole[0], out)

@@ -219,6 +219,14 @@ def test_weights_in_bfloat16() -> None:
         assert np.array_equal(x, module.state_dict()[name].float().numpy()), name
 
 
+def test_weights_of_a_whole_module() -> None:
+    module = hla.nn.torch.HigherOrderAttention(12, 4)
+    layer = HigherOrderAttention(12, 4, rngs=nnx.Rngs(0))
+    load_torch(layer, module)
+    for name, x in to_torch(layer).items():
+        assert np.array_equal(x, module.state_dict()[name].numpy()), name
+
+
 def test_names_of_parameters() -> None:
     """They are what a saved model holds: a change of them is a change of format."""
     layer = HigherOrderAttention(12, 4, num_kv_heads=2, bias=True, rngs=nnx.Rngs(0))

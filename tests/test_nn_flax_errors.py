@@ -18,6 +18,7 @@ torch: Any = pytest.importorskip("torch")
 
 import jax.numpy as jnp  # noqa: E402
 
+import hla.nn.torch  # noqa: E402
 from hla.nn.flax import HigherOrderAttention, HigherOrderOperator, from_torch, load_torch, to_torch  # noqa: E402
 from test_nn_flax import make, tokens  # noqa: E402
 
@@ -70,6 +71,15 @@ def test_64_bits_need_to_be_on() -> None:
 
 
 def test_rngs() -> None:
+    for streams, told, says in (
+        ({"params": 0}, {"dropout": 0.1}, "rngs: expected a stream dropout, or a default one, got params. Pass"),
+        ({"other": 0}, {"dropout": 0.1}, "rngs: expected a stream params and dropout, or a default one, got other."),
+        ({"dropout": 0}, {}, "rngs: expected a stream params, or a default one, got dropout. Pass nnx.Rngs(0)"),
+        ({}, {}, "rngs: expected a stream params, or a default one, got none. Pass nnx.Rngs(0)"),
+    ):
+        refused(OPTION, says, lambda s=streams, t=told: HigherOrderAttention(12, 4, **t, rngs=nnx.Rngs(**s)))
+    for streams, dropout in (({"params": 0}, 0.0), ({"params": 0, "dropout": 1}, 0.1), ({"default": 0}, 0.1)):
+        HigherOrderAttention(12, 4, dropout=dropout, rngs=nnx.Rngs(**streams))
     refused(DTYPE, "rngs: expected an nnx.Rngs, got int", lambda: HigherOrderAttention(12, 4, rngs=0))
     with pytest.raises(TypeError, match="rngs"):
         HigherOrderAttention(12, 4)
@@ -191,6 +201,23 @@ def test_states_of_other_sizes(layer: Any) -> None:
         refused(SHAPE, "expected a batch of 2, as x, got 1", lambda b=broken: layer(x, b))
 
 
+def test_entries_of_a_batch(layer: Any) -> None:
+    state = layer.init_state(BATCH)
+    for wrong, kind, says in (
+        (jnp.asarray([5]), OPTION, "index: expected entries 0 ≤ i < 2 of the batch, got [5]. Pass"),
+        (np.array([0, 2, -1]), OPTION, "index: expected entries 0 ≤ i < 2 of the batch, got [2, -1]. Pass"),
+        (jnp.asarray([True, False]), DTYPE, "index: expected an integer array (N,), got bool. Pass"),
+        (jnp.asarray([0.0]), DTYPE, "index: expected an integer array (N,), got float64. Pass"),
+        (jnp.asarray([[0, 1]]), SHAPE, "index: expected shape (N,), got (1, 2). Pass"),
+        (np.array(0), SHAPE, "index: expected shape (N,), got (). Pass"),
+        ([0], DTYPE, "index: expected an integer array (N,), got list. Pass"),
+    ):
+        refused(kind, says, lambda wrong=wrong: state.reorder(wrong))
+    moved = state._replace(position=jnp.asarray([7, 9], jnp.int32))
+    assert moved.reorder(np.array([1, 0, 1])).position.tolist() == [9, 7, 9]
+    assert jax.jit(moved.reorder)(jnp.asarray([1])).position.tolist() == [9], "traced entries are not known"
+
+
 def test_sizes_of_states(layer: Any) -> None:
     for batch in (-1, 2.0, (2,), True):
         refused(OPTION, "batch: expected an integer ≥ 0", lambda b=batch: layer.init_state(b))
@@ -217,6 +244,12 @@ def test_operator_module() -> None:
     refused(SHAPE, "state.corrected_state: expected the batch axes (2, 3)", lambda: module(q, q, q, state))
     at = q[:, :, 0]
     refused(SHAPE, "state.corrected_state: expected the batch axes (2, 3)", lambda: module.step(at, at, at, state))
+    for wrong in (None, 3, (q,), np.zeros(3)):
+        says = f"state: expected a state, got {type(wrong).__name__}"
+        refused(DTYPE, says, lambda wrong=wrong: module.step(at, at, at, wrong))
+        if wrong is not None:
+            says = f"initial_state: expected a state of this library, got {type(wrong).__name__}"
+            refused(DTYPE, says, lambda wrong=wrong: module(q, q, q, wrong))
     other = HigherOrderOperator("ahla")
     refused(OPTION, "initial_state: expected a state of ahla", lambda: other(q[:1], q[:1], q[:1], state))
     bidirectional = HigherOrderOperator("hla2", causal=False)
@@ -236,10 +269,19 @@ def test_weights(layer: Any) -> None:
         ({**given, "v_proj.weight": given["v_proj.weight"].T}, SHAPE, "v_proj.weight: expected shape (42, 13), got"),
         ({**given, "decay.bias": given["decay.bias"][:3]}, SHAPE, "decay.bias: expected shape (6,), got (3,)"),
         ({**given, "decay.bias": [0.0] * 6}, DTYPE, "decay.bias: expected a tensor or array, got list"),
+        ({**given, "decay.bias": np.zeros(6, int)}, DTYPE, "decay.bias: expected a floating dtype, got int64"),
+        ({**given, "decay.bias": torch.zeros(6) > 0}, DTYPE, "decay.bias: expected a floating dtype, got bool"),
+        ({**given, "decay.bias": torch.zeros(6, device="meta")}, DTYPE, "decay.bias: expected a tensor with values"),
     ):
         wrong["q_proj.weight"] = given["q_proj.weight"] + 1
         refused(kind, says, lambda wrong=wrong: load_torch(layer, wrong))
     after = to_torch(layer)
     assert all(np.array_equal(x, after[name]) for name, x in before.items()), "all or none"
+    for wrong in (layer, None, [1.0]):
+        says = f"state_dict: expected arrays by name, or a module of PyTorch, got {type(wrong).__name__}"
+        refused(DTYPE, says, lambda wrong=wrong: load_torch(layer, wrong))
+    empty = hla.nn.torch.HigherOrderAttention(12, 4, device="meta")
+    refused(DTYPE, "expected a tensor with values, got one of the device meta", lambda: from_torch(empty))
+    refused(OPTION, "got none for", lambda: load_torch(layer, torch.nn.Linear(3, 4)))
     for module in (torch.nn.Linear(3, 4), layer, None):
         refused(DTYPE, "module: expected a hla.nn.torch.HigherOrderAttention, got", lambda m=module: from_torch(m))

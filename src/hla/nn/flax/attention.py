@@ -79,10 +79,10 @@ class HigherOrderAttention(nnx.Module):
         backend: as for the operators.
         dtype: in which projections are computed; by default the common one of x and the parameters.
         param_dtype: of the parameters.
-        rngs: draws the parameters, and the dropout.
+        rngs: draws the parameters (stream ``params``), and the dropout (``dropout``).
 
     Raises:
-        OptionError: an option is not allowed, or two contradict each other.
+        OptionError: an option is not allowed, or two contradict each other; `rngs` lacks a stream and has no default.
         DTypeError: a dtype is not floating, or has 64 bits without ``jax_enable_x64``.
 
     Shapes: x (B, T, d_model), y the same. Dtypes: projections in `dtype`; convolution, φ, norms, positions and decays
@@ -164,7 +164,7 @@ class HigherOrderAttention(nnx.Module):
         )
         self.dtype = dtype = read_dtype("dtype", dtype)
         param_dtype = read_dtype("param_dtype", jnp.float32 if param_dtype is None else param_dtype)
-        check_rngs(rngs)
+        check_rngs(rngs, ("params", "dropout") if options.dropout else ("params",))
         linear = partial(
             nnx.Linear,
             use_bias=bias,
@@ -227,7 +227,8 @@ class HigherOrderAttention(nnx.Module):
         Raises:
             ShapeError: x, the mask, or the state's batch.
             DTypeError: x is not floating, or float64 where the layer is not; the mask is not bool.
-            OptionError: a state and a bidirectional layer; a state of another layer; a mask beside `cu_seqlens`.
+            OptionError: a state and a bidirectional layer; a state of other operators or sizes; a mask beside
+                `cu_seqlens`.
         """
         x = self._read("x", x, ("B", "T"))
         if not self.options.causal and (state is not None or return_state):

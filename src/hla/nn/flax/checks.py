@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 
 from hla import arrays
-from hla.errors import DTypeError, ShapeError, message
+from hla.errors import DTypeError, OptionError, ShapeError, message
 from hla.nn.refusals import check_known_offsets, other_layer
 
 
@@ -33,10 +33,16 @@ def read_dtype(name: str, dtype: Any) -> Any:
     return found
 
 
-def check_rngs(rngs: Any) -> None:
-    """DTypeError unless these are random numbers of Flax."""
+def check_rngs(rngs: Any, streams: tuple[str, ...]) -> None:
+    """Errors unless these are random numbers of Flax with these streams, or with a default one."""
     if not isinstance(rngs, nnx.Rngs):
         raise DTypeError(message("rngs", "an nnx.Rngs", type(rngs).__name__, "Pass nnx.Rngs(0), for example."))
+    missing = () if "default" in rngs else [name for name in streams if name not in rngs]
+    if missing:
+        raise OptionError(
+            message("rngs", f"a stream {' and '.join(missing)}, or a default one", f"{', '.join(rngs) or 'none'}",
+                    "Pass nnx.Rngs(0), or nnx.Rngs(params=0, dropout=1).")
+        )  # fmt: skip
 
 
 def as_array(name: str, x: Any, todo: str = "Convert it, e.g. jnp.asarray.") -> Array:
@@ -91,6 +97,19 @@ def check_offsets(offsets: Any, x: Array) -> int:
     if known is not None:
         check_known_offsets(known, x.shape[1])
     return int(offsets.shape[0]) - 1
+
+
+def check_index(index: Any, batch: int) -> None:
+    """Errors unless these are entries of a batch, as far as they are known."""
+    todo = "Pass the entries to take, e.g. jnp.asarray([0, 0])."
+    if not isinstance(index, (Array, np.ndarray)) or index.dtype.name not in arrays.INTEGER:
+        got = index.dtype.name if isinstance(index, (Array, np.ndarray)) else type(index).__name__
+        raise DTypeError(message("index", "an integer array (N,)", got, todo))
+    if index.ndim != 1:
+        raise ShapeError(message("index", "shape (N,)", f"{index.shape}", todo))
+    outside = [i for i in arrays.host_integers(index) or () if not 0 <= i < batch]
+    if outside:
+        raise OptionError(message("index", f"entries 0 ≤ i < {batch} of the batch", f"{outside}", todo))
 
 
 def check_field(name: str, found: Any, shape: tuple[int, ...], dtype: Any) -> None:

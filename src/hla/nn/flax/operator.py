@@ -13,6 +13,7 @@ from hla import arrays
 from hla.errors import OptionError, message
 from hla.nn.options import OperatorOptions, read_operator_options
 from hla.nn.refusals import check_batch, no_state
+from hla.states import is_state
 
 
 class HigherOrderOperator(nnx.Module):
@@ -106,7 +107,7 @@ class HigherOrderOperator(nnx.Module):
             OptionError, ShapeError, DTypeError: as the operators; a state of another batch is a ShapeError.
         """
         options = self.options
-        if state is not None:
+        if is_state(state):  # the operator refuses what is none
             batch = arrays.broadcast_shapes(*(_batch(x.shape, axis) for x in (q, k, v)))
             check_batch(state, batch if cu_seqlens is None else (len(cu_seqlens) - 1, *batch))
         return getattr(hla, options.operator)(
@@ -137,11 +138,13 @@ class HigherOrderOperator(nnx.Module):
 
         Raises:
             OptionError: the operator is bidirectional, or the state is another operator's.
+            DTypeError: `state` is no state.
             ShapeError: the state is of another batch.
         """
         if not self.options.causal:
             raise no_state("step")
-        check_batch(state, arrays.broadcast_shapes(*(tuple(x.shape[:-1]) for x in (q_t, k_t, v_t))))
+        if is_state(state):
+            check_batch(state, arrays.broadcast_shapes(*(tuple(x.shape[:-1]) for x in (q_t, k_t, v_t))))
         return hla.step(state, q_t, k_t, v_t, **self._shared(decay, log_decay, token_mask))
 
     def init_state(

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
+from hla.nn.flax.checks import check_index
+
 
 class LayerState(NamedTuple):
     """The state of a `HigherOrderAttention`: a named tuple of arrays, so a pytree, whose size is constant.
@@ -42,7 +44,14 @@ class LayerState(NamedTuple):
         return found
 
     def reorder(self, index: Array) -> LayerState:
-        """The entries of the batch that `index` (int, (N,)) names, in its order, as a beam search needs them."""
+        """The entries of the batch that `index` (int, (N,)) names, in its order, as a beam search needs them.
+
+        Raises:
+            DTypeError: the index is no integer array.
+            ShapeError: it has not one axis.
+            OptionError: an entry is negative or not in the batch, where the values are known.
+        """
+        check_index(index, self.batch)
         return self.map(lambda x: x[index])
 
     def arrays(self) -> list[Array]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from hla.arrays import dtype_name
+from hla.arrays import FLOATING, dtype_name
 from hla.errors import DTypeError, OptionError, ShapeError, message
 from hla.nn.flax.attention import HigherOrderAttention
 from hla.nn.options import LayerOptions
@@ -22,17 +22,19 @@ from hla.nn.options import LayerOptions
 def from_torch(module: Any, *, dtype: Any = None, rngs: nnx.Rngs | None = None) -> HigherOrderAttention:
     """A layer with the options and a copy of the parameters of a `hla.nn.torch.HigherOrderAttention`.
 
+    A `process_group` is left behind: the layer of Flax runs over whole sequences.
+
     Args:
         module: the layer of PyTorch, on any device. Its parameters give `param_dtype`; whether it is in training
             gives whether dropout is on.
         dtype: as for `HigherOrderAttention`.
-        rngs: of the dropout; `nnx.Rngs(0)` by default.
+        rngs: as for `HigherOrderAttention`, `nnx.Rngs(0)` by default; only the dropout keeps something of it.
 
     Returns:
         The layer of Flax.
 
     Raises:
-        DTypeError: another module, or a dtype that JAX does not have now.
+        DTypeError: another module, a dtype that JAX does not have now, or parameters without values (device meta).
 
     Example:
         >>> import torch
@@ -59,19 +61,26 @@ def from_torch(module: Any, *, dtype: Any = None, rngs: nnx.Rngs | None = None) 
     return layer
 
 
-def load_torch(layer: HigherOrderAttention, state_dict: Mapping[str, Any]) -> None:
+def load_torch(layer: HigherOrderAttention, state_dict: Any) -> None:
     """Put copies of the parameters of a layer of PyTorch into a layer of Flax with the same options, all or none.
 
     Args:
         layer: whose parameters change; they keep their dtype.
         state_dict: tensors, or arrays of NumPy or JAX, by the names of the layer of PyTorch: what its `state_dict()`
-            or `to_torch` returns, or safetensors as they are read.
+            or `to_torch` returns, or safetensors as they are read. Or the layer of PyTorch itself.
 
     Raises:
         OptionError: names are missing, or there are others: the layers differ in options.
         ShapeError: a parameter has another shape.
-        DTypeError: a value is no array.
+        DTypeError: `state_dict` is neither; a value is no array, not floating, or of the device meta.
     """
+    if hasattr(state_dict, "state_dict"):
+        state_dict = state_dict.state_dict()
+    if not isinstance(state_dict, Mapping):
+        raise DTypeError(
+            message("state_dict", "arrays by name, or a module of PyTorch", type(state_dict).__name__,
+                    "Pass module.state_dict(), or to_torch(layer) of a layer of Flax.")
+        )  # fmt: skip
     flat = dict(nnx.to_flat_state(nnx.state(layer, nnx.Param)))
     paths = {_name(path): path for path in flat}
     absent, others = sorted(paths.keys() - state_dict.keys()), sorted(state_dict.keys() - paths.keys())
@@ -132,9 +141,14 @@ def _name(path: tuple[Any, ...]) -> str:
 
 def _host(name: str, x: Any) -> np.ndarray[Any, Any]:
     """A tensor or array on the host."""
-    if hasattr(x, "detach"):
-        x = x.detach().cpu()
-        x = (x.float() if dtype_name(x.dtype) == "bfloat16" else x).numpy()
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise DTypeError(message(name, "a tensor or array", type(x).__name__, "Pass a state_dict."))
+    kind = dtype_name(x.dtype)
+    if kind not in FLOATING:
+        raise DTypeError(message(name, "a floating dtype", kind, "Convert it first."))
+    if getattr(x, "is_meta", False):
+        raise DTypeError(message(name, "a tensor with values", "one of the device meta", "Load the weights first."))
+    if hasattr(x, "detach"):
+        x = x.detach().cpu()
+        x = (x.float() if kind == "bfloat16" else x).numpy()
     return np.asarray(x)
