@@ -188,6 +188,17 @@ def test_size_of_the_state() -> None:
     assert sizes[1] - sizes[0] == 4 * BATCH * (2 * 3 * 4 * 8 + 8)
 
 
+def test_saved_states(tmp_path: Path) -> None:
+    """`torch.save` and `torch.load`, which reads tensors and known types only; of all that a model's state holds."""
+    model, tokens = make(attention={**ATTENTION, "normalize": True}), text()
+    _, state = model(tokens, None, True)
+    torch.save({"all": state, "first": state.layers[0]}, tmp_path / "state.pt")
+    found = torch.load(tmp_path / "state.pt", weights_only=True)
+    want, _ = model.step(tokens[:, 0], state)
+    assert torch.equal(model.step(tokens[:, 0], found["all"])[0], want)
+    assert type(found["first"]) is type(state.layers[0])
+
+
 def test_reordered_states() -> None:
     model, tokens = make(), text()
     _, state = model(tokens, None, True)
@@ -295,6 +306,21 @@ def test_stop_and_stream() -> None:
     assert ended.shape[1] == whole[0].tolist().index(stop) + 1
     assert model.generate(prompt, 12, on_token=lambda token: True).shape == (BATCH, 1)
     assert model.generate(prompt, 0).shape == (BATCH, 0)
+    assert model.generate(prompt[:0], 3).shape == (0, 3)
+
+
+def test_several_stops() -> None:
+    """The first in a row ends it, and is what follows."""
+    model, prompt = make(), text()
+    whole = model.generate(prompt, 12, temperature=0.0)
+    stops = [int(whole[0, 5]), int(whole[1, 2])]
+    made = model.generate(prompt, 12, temperature=0.0, stop=stops)
+    ends = [next(i for i, token in enumerate(row) if token in stops) for row in whole.tolist()]
+    assert ends[0] != ends[1], "this compares nothing"
+    assert made.shape[1] == max(ends) + 1
+    for row, end in enumerate(ends):
+        assert torch.equal(made[row, : end + 1], whole[row, : end + 1])
+        assert (made[row, end:] == whole[row, end]).all()
 
 
 def test_generation_leaves_the_model_as_it_was() -> None:
@@ -370,7 +396,7 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 def test_inner_size() -> None:
     """8/3 of the width, rounded up to a multiple of 8, or as told."""
-    assert [config(d_model=width, attention={}).inner for width in (24, 25, 256)] == [64, 72, 688]
+    assert [config(d_model=width, layers="hla2").inner for width in (24, 25, 256)] == [64, 72, 688]
     assert Decoder(config(hidden_size=10)).blocks[0].mlp.up_proj.weight.shape == (10, WIDTH)
     assert Decoder(config()).blocks[0].mlp.up_proj.weight.shape == (64, WIDTH)
 
@@ -463,13 +489,22 @@ def test_compiled() -> None:
         ({"num_kv_heads": 4}, "num_kv_heads: expected a divisor of num_heads = 6"),
         ({"layers": "softmax", "num_kv_heads": 4}, "num_kv_heads: expected a divisor of num_heads = 6"),
         ({"layers": "softmax", "d_model": 18}, "d_model: expected a multiple of twice num_heads = 6"),
+        ({"num_kv_heads": 4, "layers": "hla2"}, "num_kv_heads: expected a divisor of num_heads = 6"),
         ({"attention": {"decay": 2.0}}, "decay: expected a number in"),
+        ({"attention": {"process_group": None}}, "got process_group. Set it on the layers"),
+        ({"attention": {"decays": 0.9}}, "attention: expected options of HigherOrderAttention, got 'decays'"),
+        ({"attention": {3: 4}}, "attention: expected options of HigherOrderAttention, got 3"),
+        ({"attention": None}, "attention: expected a mapping .*, got None"),
+        ({"attention": ["decay"]}, "attention: expected a mapping"),
+        ({"norm_eps": 0.0}, "norm_eps: expected a small number > 0, got 0.0"),
+        ({"rotary_base": 1.0}, "rotary_base: expected a number above 1, got 1.0"),
+        ({"d_model": 25, "layers": "hla2", "attention": {}}, "head_dim: expected a size, as num_heads = 6"),
     ],
     ids=str,
 )
 def test_refused_configs(told: dict[str, Any], says: str) -> None:
     with pytest.raises(hla.OptionError, match=says):
-        Decoder(config(**told))
+        config(**told)
 
 
 def test_refused_calls() -> None:
@@ -491,6 +526,17 @@ def test_refused_calls() -> None:
         (hla.ShapeError, "as x, got 1", lambda: make(layers="softmax")(tokens, make(layers="softmax").init_state(1))),
         (hla.ShapeError, "key_padding_mask", lambda: make(layers="softmax")(tokens, key_padding_mask=mask[:1])),
         (hla.DTypeError, "key_padding_mask", lambda: make(layers="softmax")(tokens, key_padding_mask=mask.long())),
+        (hla.DTypeError, "state: expected a DecoderState, got list", lambda: model(tokens, [1, 2, 3])),
+        (hla.DTypeError, "tokens: expected an int64 or int32 tensor, got list", lambda: model.step([1, 2], None)),
+        (hla.OptionError, "below vocab_size = 31, from 0, got 31", lambda: model(tokens * 0 + VOCABULARY)),
+        (hla.OptionError, "below vocab_size = 31, from 0, got -1", lambda: model.generate(tokens * 0 - 1, 1)),
+        (hla.OptionError, "from 0, got 31", lambda: model.step(tokens[:, 0] * 0 + 31, model.init_state(BATCH))),
+        (hla.DTypeError, "config: expected a ModelConfig, got dict", lambda: Decoder({"vocab_size": 3})),
+        (hla.DTypeError, "dtype: expected one of", lambda: Decoder(config(), dtype=torch.int64)),
+        (hla.DTypeError, "index: expected an int64", lambda: model.init_state(BATCH).reorder([0])),
+        (hla.OptionError, "index: .* got 2", lambda: model.init_state(BATCH).reorder(torch.tensor([2]))),
+        (hla.OptionError, "stop: expected a token below vocab_size = 31", lambda: model.generate(tokens, 1, stop=31)),
+        (hla.OptionError, "stop: expected a token below", lambda: model.generate(tokens, 1, stop=[1, "a"])),
         (hla.OptionError, "temperature: expected a number ≥ 0", lambda: model.generate(tokens, 1, temperature=-1.0)),
         (hla.OptionError, "top_k: expected an integer ≥ 1", lambda: model.generate(tokens, 1, top_k=0)),
         (hla.OptionError, "top_p: expected a probability", lambda: model.generate(tokens, 1, top_p=0.0)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ from libraries import only
 
 torch: Any = only("torch")
 
+from hla.nn.options import DEFAULTS  # noqa: E402
 from hla.nn.torch import HigherOrderAttention, HigherOrderOperator  # noqa: E402
 from test_nn_torch import make, tokens  # noqa: E402
 
@@ -34,11 +36,39 @@ def test_construction(told: dict[str, Any], says: str) -> None:
         ({"causal": False, "decay": 0.9}, "decay: expected None with causal=False"),
         ({"decay": 2.0}, "decay: expected a number in (0, 1]"),
         ({"causal": None}, "causal: expected True or False"),
+        ({"decay": [0.9, 0.8]}, "got list. Decays of heads or tokens go into each call"),
+        ({"decay": torch.ones(3)}, "got Tensor. Decays of heads or tokens go into each call"),
     ],
+    ids=str,
 )
 def test_construction_of_the_operator(told: dict[str, Any], says: str) -> None:
     with pytest.raises(OPTION, match=re.escape(says)):
         HigherOrderOperator(**told)
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.int64, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_dtypes_that_parameters_cannot_have(dtype: Any) -> None:
+    refused(
+        DTYPE, "dtype: expected one of torch.float16, torch.bfloat16", lambda: HigherOrderAttention(12, 4, dtype=dtype)
+    )
+
+
+@pytest.mark.parametrize("group", ["world", 3, True, ("mesh", "sp"), [None]], ids=str)
+def test_process_groups_are_looked_at_when_they_are_set(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    says, layer = "process_group: expected a ProcessGroup, a DeviceMesh", HigherOrderAttention(12, 4)
+    for kind in (HigherOrderOperator, lambda **told: HigherOrderAttention(12, 4, **told)):
+        refused(OPTION, says, lambda kind=kind: kind(process_group=group))
+    refused(OPTION, says, lambda: setattr(layer, "process_group", group))
+    assert layer.process_group is None
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    refused(OPTION, says, lambda: setattr(layer, "process_group", group))
+
+
+def test_defaults() -> None:
+    """Those of the layer, which models read without a framework."""
+    found = inspect.signature(HigherOrderAttention).parameters.values()
+    others = ("d_model", "num_heads", "process_group", "device", "dtype")
+    assert dict(DEFAULTS) == {p.name: p.default for p in found if p.name not in others}
 
 
 def test_unknown_keyword() -> None:
@@ -139,6 +169,56 @@ def test_states_of_other_layers(options: dict[str, Any]) -> None:
     for own, state in ((layer, other.init_state(BATCH)), (other, layer.init_state(BATCH))):
         refused(OPTION, "A state serves only layers with the options that made it", lambda o=own, s=state: o(x, s))
         refused(OPTION, "A state serves only layers", lambda o=own, s=state: o.step(x[:, 0], s))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"normalize": True},
+            "normalize=False, no ridge, got hla2 with mask='causal', definition='exact', normalize=True",
+        ),
+        ({"ridge": 0.1}, "normalize=False, a ridge. A state"),
+        ({"operator": "ahla"}, "state.operators[0]: expected that of hla2 with mask='causal'"),
+        ({"operator": MIXED}, "state.operators: expected 1 states, one for each kind of head, got 4"),
+        ({"conv_size": None}, "state.windows: expected 3, as conv_size = 4, got 0"),
+    ],
+    ids=str,
+)
+def test_what_differs_in_a_state_is_named(options: dict[str, Any], says: str) -> None:
+    layer, state = make({"operator": "hla2"}), make({"operator": "hla2", **options}).init_state(BATCH)
+    refused(OPTION, says, lambda: layer(tokens(), state))
+
+
+def test_states_that_are_none() -> None:
+    layer, x = make({"operator": "hla2"}), tokens()
+    state = layer.init_state(BATCH)
+    refused(OPTION, "no ridge, got int", lambda: layer(x, state._replace(operators=(1,))))
+    other = type("LayerState", (tuple,), {"__module__": "elsewhere"})()
+    refused(
+        DTYPE,
+        "state: expected a LayerState of hla.nn.torch.state, got LayerState of elsewhere",
+        lambda: layer(x, other),
+    )
+    operator, at = HigherOrderOperator("hla2"), torch.zeros(BATCH, 8)
+    for wrong, name in ((None, "NoneType"), (state, "LayerState"), ((at, at), "tuple")):
+        refused(DTYPE, f"state: expected a state, got {name}", lambda w=wrong: operator.step(at, at, at, w))
+
+
+def test_reordering() -> None:
+    state = make({"operator": "hla2"}).init_state(BATCH)
+    for wrong, kind, says in (
+        ([0, 1], DTYPE, "index: expected an int64 or int32 tensor, got list"),
+        (torch.tensor([True, False]), DTYPE, "got torch.bool"),
+        (torch.tensor([0.0]), DTYPE, "got torch.float32"),
+        (torch.tensor([[0]]), SHAPE, "index: expected shape (N,), got (1, 1)"),
+        (torch.tensor(0), SHAPE, "index: expected shape (N,), got ()"),
+        (torch.tensor([0, BATCH]), OPTION, "index: expected entries of a batch of 2, from 0, got 2"),
+        (torch.tensor([0, -1, 1]), OPTION, "index: expected entries of a batch of 2, from 0, got -1"),
+    ):
+        refused(kind, says, lambda w=wrong: state.reorder(w))
+    assert state.reorder(torch.tensor([1, 0, 1], dtype=torch.int32)).batch == 3
+    assert state.reorder(torch.tensor([], dtype=torch.int64)).batch == 0
 
 
 def test_states_of_other_sizes() -> None:

@@ -9,10 +9,19 @@ from typing import Any
 
 from hla.arrays import is_integer, is_number
 from hla.errors import OptionError, message
-from hla.nn.options import OPERATORS
+from hla.nn.options import (
+    DEFAULTS,
+    OPERATORS,
+    check_norm_eps,
+    check_rotary_base,
+    check_softmax_sizes,
+    read_layer_options,
+)
 
 KINDS = (*OPERATORS, "softmax")
 Layer = str | tuple[str, ...]
+
+_OWN = ("d_model", "num_heads", "num_kv_heads", "operator", "causal", "device", "dtype")
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,8 @@ class ModelConfig:
         tie_embeddings: logits are inner products with the embedding, not with a matrix of their own.
 
     Raises:
-        OptionError: a size that is none, an unknown kind of layer, or a list of the wrong length.
+        OptionError: a size that is none or that does not divide, an unknown kind of layer, a list of the wrong length,
+            or `attention` as the layer refuses it.
 
     Example:
         >>> from hla.models import ModelConfig
@@ -70,13 +80,39 @@ class ModelConfig:
             )
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise OptionError(message("dropout", "a probability in [0, 1)", repr(self.dropout), "0 for none."))
-        own = {"d_model", "num_heads", "num_kv_heads", "operator", "causal", "device", "dtype"} & set(self.attention)
-        if own:
+        check_rotary_base(self.rotary_base)
+        check_norm_eps(self.norm_eps)
+        self._check_attention()
+        kv_heads = self.num_kv_heads or self.num_heads
+        for kind in dict.fromkeys(self.kinds()):
+            if kind == "softmax":
+                check_softmax_sizes(self.d_model, self.num_heads, kv_heads)
+            else:
+                own = {"d_model": self.d_model, "num_heads": self.num_heads, "num_kv_heads": kv_heads, "operator": kind}
+                read_layer_options(**{**DEFAULTS, **self.attention, **own})
+
+    def _check_attention(self) -> None:
+        """OptionError unless `attention` has names of options that the model leaves open."""
+        if not isinstance(self.attention, Mapping):
+            raise OptionError(
+                message("attention", "a mapping from options to values", repr(self.attention), "Pass {} for none.")
+            )
+        names = set(self.attention)
+        if own := names & set(_OWN):
             raise OptionError(
                 message("attention", "options that the model does not set itself", ", ".join(sorted(own)),
                         "Use the fields of the same name, or layers for operators.")
             )  # fmt: skip
-        self.kinds()
+        if "process_group" in names:
+            raise OptionError(
+                message("attention", "options that a file can hold", "process_group",
+                        "Set it on the layers: block.attention.process_group = group for each of model.blocks.")
+            )  # fmt: skip
+        if unknown := names - set(DEFAULTS):
+            raise OptionError(
+                message("attention", "options of HigherOrderAttention", ", ".join(sorted(map(repr, unknown))),
+                        f"It knows {', '.join(x for x in DEFAULTS if x not in _OWN)}.")
+            )  # fmt: skip
 
     @property
     def inner(self) -> int:

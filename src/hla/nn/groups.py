@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hla.errors import DTypeError, message
+from hla.family import Spec
 from hla.nn.options import HeadGroup, LayerOptions
 from hla.nn.refusals import other_layer
+from hla.states import describe_spec
 
 Runs = tuple[tuple[int, int], ...]
 """Indices as (start, count) of consecutive ones: slices, where an index array would be a copy to the device."""
@@ -27,17 +29,20 @@ class Group(NamedTuple):
     heads: Runs
     kv_heads: Runs
     per_kv_head: int
-    state: str
+    spec: Spec | None
+    """of its operator's states, None where not causal"""
+    label: str
+    """the same as text, which tracers take as a constant"""
     fields: tuple[Field, ...]
 
 
 def describe(group: HeadGroup, empty: Any) -> Group:
     """The group, with an empty state of its operator for a batch of (1, 1, 1); None where not causal."""
-    name, fields = "", []
+    spec, label, fields = None, "", []
     if empty is not None:
-        name = type(empty).__name__
+        spec, label = empty.spec, empty.label
         fields = [Field(f, f == "key_moment", tuple(x.shape[3:])) for f, x in zip(empty._fields, empty, strict=True)]
-    return Group(runs(group.heads), runs(group.kv_heads), group.per_kv_head, name, tuple(fields))
+    return Group(runs(group.heads), runs(group.kv_heads), group.per_kv_head, spec, label, tuple(fields))
 
 
 def runs(indices: tuple[int, ...]) -> Runs:
@@ -67,21 +72,27 @@ def check_state(
 ) -> None:
     """Errors unless `state` is a `kind` of a layer like this; `check_field` takes a name, an array and its shape."""
     if not isinstance(state, kind):
-        raise DTypeError(
-            message("state", f"a {kind.__name__}", type(state).__name__,
-                    "Use return_state=True or init_state(batch).")
-        )  # fmt: skip
+        name, got = kind.__name__, type(state).__name__
+        if got == name:
+            name, got = (f"{name} of {x.__module__}" for x in (kind, type(state)))
+        raise DTypeError(message("state", f"a {name}", got, "Use return_state=True or init_state(batch)."))
     given: Any = state
-    names = [(type(s).__name__, s._fields) for s in given.operators]
-    if names != [(g.state, tuple(f.name for f in g.fields)) for g in groups]:
-        raise other_layer("operators", [g.state for g in groups], [name for name, _ in names])
+    if len(given.operators) != len(groups):
+        raise other_layer("operators", f"{len(groups)} states, one for each kind of head", len(given.operators))
+    for i, (group, found) in enumerate(zip(groups, given.operators, strict=True)):
+        if getattr(type(found), "label", None) != group.label:
+            assert group.spec is not None
+            other = getattr(type(found), "spec", None)
+            got = type(found).__name__ if other is None else describe_spec(other)
+            raise other_layer(f"operators[{i}]", f"that of {describe_spec(group.spec)}", got)
     for group, found in zip(groups, given.operators, strict=True):
         kv_heads = sum(count for _, count in group.kv_heads)
         for field, x in zip(group.fields, found, strict=True):
             check_field(field.name, x, (batch, kv_heads, 1 if field.keys_only else group.per_kv_head, *field.axes))
     widths = () if options.conv_size is None else options.widths()
     if len(given.windows) != len(widths):
-        raise other_layer("windows", len(widths), len(given.windows))
+        told = f"{len(widths)}, as conv_size = {options.conv_size}"
+        raise other_layer("windows", told, len(given.windows))
     for window, width in zip(given.windows, widths, strict=True):
         check_field("windows", window, (batch, (options.conv_size or 1) - 1, width))
     check_field("position", given.position, (batch,))

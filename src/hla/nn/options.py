@@ -6,7 +6,7 @@ A layer reads its options once. What contradicts itself is refused here, before 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,6 +25,34 @@ CONV_SIZE = 4
 WITHOUT_CHUNKS = ("recurrent", "scan")
 
 Decay = float | Sequence[float] | str | None
+
+DEFAULTS: Mapping[str, Any] = {
+    "operator": "hla2",
+    "num_kv_heads": None,
+    "head_dim": None,
+    "value_dim": None,
+    "causal": True,
+    "decay": "auto",
+    "decay_range": None,
+    "qk_norm": "rms",
+    "feature_map": "identity",
+    "conv_size": "auto",
+    "rotary": False,
+    "rotary_base": 10_000.0,
+    "output_norm": True,
+    "output_gate": True,
+    "norm_eps": 1e-6,
+    "normalize": False,
+    "eps": 1e-6,
+    "ridge": 0.0,
+    "scale": None,
+    "dropout": 0.0,
+    "bias": False,
+    "form": "auto",
+    "chunk_size": None,
+    "backend": None,
+}
+"""What `HigherOrderAttention` is told by default."""
 
 
 @dataclass(frozen=True)
@@ -214,11 +242,7 @@ def read_layer_options(
         _check_flag(name, flag)
     d_model, num_heads = _size("d_model", d_model), _size("num_heads", num_heads)
     num_kv_heads = num_heads if num_kv_heads is None else _size("num_kv_heads", num_kv_heads)
-    if num_heads % num_kv_heads:
-        raise OptionError(
-            message("num_kv_heads", f"a divisor of num_heads = {num_heads}", repr(num_kv_heads),
-                    "Every key/value head serves as many query heads.")
-        )  # fmt: skip
+    _check_kv_heads(num_heads, num_kv_heads)
     if head_dim is None:
         if d_model % num_heads:
             raise OptionError(
@@ -235,12 +259,10 @@ def read_layer_options(
         raise OptionError(
             message("head_dim", "an even size with rotary=True", repr(head_dim), "Features are rotated in pairs.")
         )
-    if not is_number(rotary_base) or not 1 < rotary_base < math.inf:
-        raise OptionError(message("rotary_base", "a number above 1", repr(rotary_base), "10000 is usual."))
+    check_rotary_base(rotary_base)
     if not is_number(dropout) or not 0 <= dropout < 1:
         raise OptionError(message("dropout", "a probability in [0, 1)", repr(dropout), "0 for none."))
-    if not is_number(norm_eps) or not 0 < norm_eps < math.inf:
-        raise OptionError(message("norm_eps", "a small number > 0", repr(norm_eps), "1e-6 is usual."))
+    check_norm_eps(norm_eps)
     operators = _operators(operator, num_heads)
     if is_number(ridge) and ridge != 0 and "hla2" not in operators:
         raise OptionError(
@@ -308,6 +330,12 @@ def read_operator_options(
     _check_flag("causal", causal)
     _check_flag("normalize", normalize)
     if decay is not None:
+        if not is_number(decay):
+            got = repr(decay) if isinstance(decay, (str, bool)) else type(decay).__name__
+            raise OptionError(
+                message("decay", "a number in (0, 1] or None", got,
+                        "Decays of heads or tokens go into each call: decay=… or log_decay=….")
+            )  # fmt: skip
         _check_decay(decay)
         if not causal:
             raise _bidirectional("decay", repr(decay))
@@ -340,6 +368,36 @@ def read_operator_options(
         chunk_size=None if chunk_size is None else int(chunk_size),
         backend=tuple(backend) if isinstance(backend, list) else backend,
     )
+
+
+def check_softmax_sizes(d_model: int, num_heads: int, num_kv_heads: int) -> None:
+    """OptionError unless a softmax layer can have these sizes."""
+    _check_kv_heads(num_heads, num_kv_heads)
+    if d_model % (2 * num_heads):
+        raise OptionError(
+            message("d_model", f"a multiple of twice num_heads = {num_heads} in softmax layers", repr(d_model),
+                    "Heads need an even number of features for rotary positions.")
+        )  # fmt: skip
+
+
+def check_rotary_base(value: Any) -> None:
+    """OptionError unless rotary rates can have this base."""
+    if not is_number(value) or not 1 < value < math.inf:
+        raise OptionError(message("rotary_base", "a number above 1", repr(value), "10000 is usual."))
+
+
+def check_norm_eps(value: Any) -> None:
+    """OptionError unless this keeps a norm away from 0."""
+    if not is_number(value) or not 0 < value < math.inf:
+        raise OptionError(message("norm_eps", "a small number > 0", repr(value), "1e-6 is usual."))
+
+
+def _check_kv_heads(num_heads: int, num_kv_heads: int) -> None:
+    if num_heads % num_kv_heads:
+        raise OptionError(
+            message("num_kv_heads", f"a divisor of num_heads = {num_heads}", repr(num_kv_heads),
+                    "Every key/value head serves as many query heads.")
+        )  # fmt: skip
 
 
 def _check_flag(name: str, value: Any) -> None:

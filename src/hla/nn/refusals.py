@@ -33,8 +33,10 @@ def check_known_offsets(known: Sequence[int], length: int) -> None:
 
 
 def check_batch(state: Any, batch: tuple[int, ...]) -> None:
-    """ShapeError unless the state's own fields have exactly this batch; the rest is checked by the operator."""
-    for field, x in zip(getattr(state, "_fields", ()), state, strict=False):
+    """ShapeError unless the state's own fields have exactly this batch; all else is checked by the operator."""
+    if getattr(type(state), "spec", None) is None:
+        return
+    for field, x in zip(state._fields, state, strict=True):
         if field == "key_moment":  # stored once for each key/value head
             continue
         axes = tuple(x.shape[: -1 if field.endswith("mass") or "_mass_" in field else -2])

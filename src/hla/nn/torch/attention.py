@@ -17,7 +17,7 @@ from hla.nn.groups import Group, Runs, back_in_order, check_state, describe
 from hla.nn.options import Decay, HeadGroup, LayerOptions, read_layer_options
 from hla.nn.refusals import no_state
 from hla.nn.torch import sequences
-from hla.nn.torch.checks import check_field, check_mask, check_offsets, is_cast
+from hla.nn.torch.checks import check_dtype, check_field, check_mask, check_offsets, is_cast
 from hla.nn.torch.convolution import ShortConvolution
 from hla.nn.torch.operator import HigherOrderOperator
 from hla.nn.torch.parts import (
@@ -80,6 +80,7 @@ class HigherOrderAttention(nn.Module):
 
     Raises:
         OptionError: an option is not allowed, or two contradict each other.
+        DTypeError: `dtype` is not float16, bfloat16, float32 or float64.
 
     Shapes: x (B, T, d_model), y the same. Dtypes: projections in the dtype of x, or autocast's; convolution, φ, norms,
     positions and decays in float32; the operator takes q, k and v in the dtype of the projections, accumulates in
@@ -130,6 +131,7 @@ class HigherOrderAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_dtype(dtype)
         self._kept = Kept(process_group)
         options = self.options = read_layer_options(
             d_model=d_model,

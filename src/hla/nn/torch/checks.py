@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hla import arrays
-from hla.errors import DTypeError, MixedArrayError, ShapeError, message
+from hla.errors import DTypeError, MixedArrayError, OptionError, ShapeError, message
 from hla.nn.refusals import check_known_offsets, other_layer
 
 
@@ -17,6 +17,53 @@ def is_cast(x: Tensor, own: torch.dtype) -> bool:
     if not x.dtype.is_floating_point or torch.float64 in (x.dtype, own) or x.is_meta:
         return False
     return torch.is_autocast_enabled(x.device.type)
+
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_dtype(dtype: Any) -> None:
+    """DTypeError unless parameters can have this dtype."""
+    if dtype is not None and dtype not in FLOATING:
+        raise DTypeError(
+            message("dtype", f"one of {', '.join(map(str, FLOATING))}, or None", repr(dtype), "Pass a floating dtype.")
+        )
+
+
+def check_index(index: Any, batch: int) -> None:
+    """Errors unless these are numbers of entries of a batch."""
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
+        got = f"{index.dtype}" if isinstance(index, Tensor) else type(index).__name__
+        raise DTypeError(message("index", "an int64 or int32 tensor", got, "Convert it, e.g. torch.as_tensor."))
+    if index.ndim != 1:
+        raise ShapeError(message("index", "shape (N,)", f"{tuple(index.shape)}", "One number for each new entry."))
+    if outside := _outside(index, batch):
+        raise OptionError(
+            message("index", f"entries of a batch of {batch}, from 0", outside, "Pass numbers below the batch.")
+        )
+
+
+def check_tokens(tokens: Any, vocab_size: int, axes: tuple[str, ...] = ("B", "T")) -> None:
+    """Errors unless these are numbers of tokens with these axes."""
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
+        got = f"{tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise DTypeError(message("tokens", "an int64 or int32 tensor", got, "Pass token numbers."))
+    if tokens.ndim != len(axes):
+        layout = f"({', '.join(axes)}{',' if len(axes) == 1 else ''})"
+        raise ShapeError(message("tokens", f"shape {layout}", f"{tuple(tokens.shape)}", "One entry for each sequence."))
+    if outside := _outside(tokens, vocab_size):
+        raise OptionError(
+            message("tokens", f"numbers below vocab_size = {vocab_size}, from 0", outside,
+                    "Make the model with a larger vocabulary; at padding use any token.")
+        )  # fmt: skip
+
+
+def _outside(x: Tensor, count: int) -> str:
+    """The least or the greatest number that is not in 0 … count − 1; "" where there is none, or none is known here."""
+    if x.device.type != "cpu" or arrays.is_traced(x) or not x.numel():
+        return ""
+    low, high = (int(y) for y in x.aminmax())
+    return str(low) if low < 0 else str(high) if high >= count else ""
 
 
 def check_mask(mask: Any, shape: tuple[int, ...], x: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hla.arrays import is_integer
-from hla.errors import DTypeError, OptionError, ShapeError, message
+from hla.errors import DTypeError, OptionError, message
 from hla.files import write_whole
 from hla.models.config import Layer, ModelConfig
 from hla.nn.torch import sampling
 from hla.nn.torch.attention import HigherOrderAttention
+from hla.nn.torch.checks import check_dtype, check_index, check_tokens
 from hla.nn.torch.parts import RMSNorm
 from hla.nn.torch.softmax import SoftmaxAttention
 
@@ -47,13 +48,21 @@ class DecoderState(NamedTuple):
         return self.map(lambda x: x.detach())
 
     def reorder(self, index: Tensor) -> DecoderState:
-        """The entries of the batch that `index` names, in its order."""
+        """The entries of the batch that `index` names, in its order.
+
+        Raises:
+            DTypeError, ShapeError, OptionError: `index` is no int tensor (N,), or names an entry that is none.
+        """
+        check_index(index, self.layers[0].position.shape[0])
         return self.map(lambda x: x.index_select(0, index.to(x.device)))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(x.numel() * x.element_size() for layer in self.layers for x in layer.tensors())
+
+
+torch.serialization.add_safe_globals([DecoderState])
 
 
 class SwiGLU(nn.Module):
@@ -115,7 +124,7 @@ class Decoder(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        OptionError: options of a layer that contradict each other.
+        DTypeError: `config` is no `ModelConfig`, or `dtype` is none for parameters.
 
     Example:
         >>> import torch
@@ -134,6 +143,9 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise DTypeError(message("config", "a ModelConfig", type(config).__name__, "Make one: ModelConfig(…)."))
+        check_dtype(dtype)
         self.config = config
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embedding = nn.Embedding(config.vocab_size, config.d_model, **placed)
@@ -174,7 +186,8 @@ class Decoder(nn.Module):
             logits (B, T, vocabulary), or (logits, state).
 
         Raises:
-            ShapeError, DTypeError, OptionError: tokens are no integers or have no rows; as `HigherOrderAttention`.
+            ShapeError, DTypeError, OptionError: tokens are no integers, have no rows, or are not in the vocabulary
+                (looked at on the CPU only); as `HigherOrderAttention`.
         """
         x, following = self._hidden(tokens, state, return_state, key_padding_mask)
         logits = self._logits(x)
@@ -182,8 +195,7 @@ class Decoder(nn.Module):
 
     def step(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """One token for each sequence: int (B,) → (logits (B, vocabulary), state)."""
-        if tokens.ndim != 1:
-            raise ShapeError(message("tokens", "shape (B,)", f"{tuple(tokens.shape)}", "One token for each sequence."))
+        check_tokens(tokens, self.config.vocab_size, ("B",))
         logits, state = self(tokens[:, None], state, True)
         return logits[:, 0], state
 
@@ -200,7 +212,7 @@ class Decoder(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        stop: int | None = None,
+        stop: int | Sequence[int] | None = None,
         key_padding_mask: Tensor | None = None,
         generator: torch.Generator | None = None,
         on_token: Callable[[Tensor], Any] | None = None,
@@ -213,8 +225,8 @@ class Decoder(nn.Module):
             temperature: divides the logits; 0 takes the likeliest token.
             top_k: keep only so many of the likeliest tokens.
             top_p: then keep the fewest of the likeliest whose probabilities reach this.
-            stop: a token that ends a sequence; what follows it in its row is this token, too. Generation ends when
-                all rows have it.
+            stop: a token that ends a sequence, or several of them; what follows the first of them in a row is this
+                token, too. Generation ends when all rows have ended.
             key_padding_mask: bool (B, T), True for padding.
             generator: of the random numbers.
             on_token: called with each new column (B,) as soon as it is there; if it returns True, generation ends.
@@ -226,6 +238,7 @@ class Decoder(nn.Module):
             OptionError: an option is not allowed, or a prompt is empty.
         """
         sampling.check_sampling(temperature, top_k, top_p)
+        stops = self._stops(stop)
         if not is_integer(count) or count < 0:
             raise OptionError(message("count", "an integer ≥ 0", repr(count), "Pass a number of tokens."))
         training = self.training
@@ -234,13 +247,16 @@ class Decoder(nn.Module):
             logits, state = self._prefill(tokens, key_padding_mask)
             made: list[Tensor] = []
             ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+            ends = tokens.new_tensor(stops)
             while len(made) < count:
                 token = sampling.draw(sampling.probabilities(logits, temperature, top_k, top_p), generator)
-                if stop is not None:
-                    token = torch.where(ended, stop, token)
-                    ended = ended | (token == stop)
+                if stops:
+                    token = torch.where(ended, made[-1], token) if made else token
+                    ended = ended | torch.isin(token, ends)
                 made.append(token)
-                if (on_token is not None and on_token(token) is True) or bool(ended.all()) or len(made) == count:
+                if (on_token is not None and on_token(token) is True) or len(made) == count:
+                    break
+                if stops and bool(ended.all()):
                     break
                 logits, state = self.step(token, state)
         finally:
@@ -286,7 +302,11 @@ class Decoder(nn.Module):
     def _hidden(
         self, tokens: Tensor, state: DecoderState | None, return_state: bool, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, DecoderState | None]:
-        _check_tokens(tokens)
+        check_tokens(tokens, self.config.vocab_size)
+        if state is not None and not isinstance(state, DecoderState):
+            raise DTypeError(
+                message("state", "a DecoderState", type(state).__name__, "Use return_state=True or init_state(batch).")
+            )
         if state is not None and len(state.layers) != len(self.blocks):
             raise OptionError(
                 message("state", f"states of {len(self.blocks)} layers", f"{len(state.layers)}", "Use its own state.")
@@ -315,6 +335,17 @@ class Decoder(nn.Module):
         rows = torch.arange(tokens.shape[0], device=tokens.device)
         return self._logits(x[rows, last.amax(1)]), state
 
+    def _stops(self, stop: Any) -> list[int]:
+        size = self.config.vocab_size
+        stops = [] if stop is None else list(stop) if isinstance(stop, (list, tuple)) else [stop]
+        for token in stops:
+            if not is_integer(token) or not 0 <= token < size:
+                raise OptionError(
+                    message("stop", f"a token below vocab_size = {size}, several of them, or None", repr(stop),
+                            "None ends no sequence.")
+                )  # fmt: skip
+        return [int(token) for token in stops]
+
     def _attention(self, i: int) -> Any:
         return self.blocks[i].attention
 
@@ -327,11 +358,3 @@ def _attention(config: ModelConfig, kind: Layer, **placed: Any) -> Any:
     return HigherOrderAttention(
         config.d_model, config.num_heads, operator=kind, num_kv_heads=kv_heads, **told, **placed
     )
-
-
-def _check_tokens(tokens: Any) -> None:
-    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
-        got = f"{tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise DTypeError(message("tokens", "an int64 or int32 tensor", got, "Pass token numbers."))
-    if tokens.ndim != 2:
-        raise ShapeError(message("tokens", "shape (B, T)", f"{tuple(tokens.shape)}", "One row for each sequence."))

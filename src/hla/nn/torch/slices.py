@@ -23,6 +23,7 @@ class Kept:
     have other groups, has none, and says so when it is asked for it."""
 
     def __init__(self, group: Any, lost: bool = False) -> None:
+        _check_group(group)
         self._group, self._lost = group, lost
 
     @property
@@ -45,6 +46,24 @@ class Kept:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Kept, (None, self.shared)
+
+
+def _check_group(group: Any) -> None:
+    """OptionError unless this is of a kind that `hla.distributed.torch` takes."""
+    if group is None:
+        return
+    if torch.distributed.is_available():
+        from torch.distributed import GroupMember, ProcessGroup
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if isinstance(group, (ProcessGroup, DeviceMesh)) or group is GroupMember.NON_GROUP_MEMBER:
+            return
+        if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+            return
+    raise OptionError(
+        message("process_group", "a ProcessGroup, a DeviceMesh, (mesh, its dimension) or None", repr(group),
+                "All processes together are torch.distributed.group.WORLD.")
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

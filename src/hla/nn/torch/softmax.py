@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hla.errors import DTypeError, OptionError, ShapeError, message
+from hla.errors import DTypeError, ShapeError, message
+from hla.nn.options import check_softmax_sizes
 from hla.nn.torch.checks import check_mask
 from hla.nn.torch.parts import rotate
 
@@ -38,6 +39,9 @@ class SoftmaxState(NamedTuple):
         return list(self)
 
 
+torch.serialization.add_safe_globals([SoftmaxState])
+
+
 class SoftmaxAttention(nn.Module):
     """Causal softmax attention with rotary positions and grouped heads.
 
@@ -63,16 +67,7 @@ class SoftmaxAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads % num_kv_heads:
-            raise OptionError(
-                message("num_kv_heads", f"a divisor of num_heads = {num_heads}", repr(num_kv_heads),
-                        "Every key/value head serves as many query heads.")
-            )  # fmt: skip
-        if d_model % (2 * num_heads):
-            raise OptionError(
-                message("d_model", f"a multiple of twice num_heads = {num_heads} in softmax layers", repr(d_model),
-                        "Heads need an even number of features for rotary positions.")
-            )  # fmt: skip
+        check_softmax_sizes(d_model, num_heads, num_kv_heads)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, d_model // num_heads
         self.rotary_base = rotary_base
         width = num_kv_heads * self.head_dim

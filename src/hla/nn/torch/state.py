@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hla import states
+from hla.nn.torch.checks import check_index
+
 
 class LayerState(NamedTuple):
     """The state of a `HigherOrderAttention`: a named tuple of tensors, so a pytree, whose size is constant.
@@ -50,7 +53,12 @@ class LayerState(NamedTuple):
         return self.map(lambda x: x.detach())
 
     def reorder(self, index: Tensor) -> LayerState:
-        """The entries of the batch that `index` (int, (N,)) names, in its order, as a beam search needs them."""
+        """The entries of the batch that `index` (int, (N,)) names, in its order, as a beam search needs them.
+
+        Raises:
+            DTypeError, ShapeError, OptionError: `index` is no int tensor (N,), or names an entry that is none.
+        """
+        check_index(index, self.batch)
         return self.map(lambda x: x.index_select(0, index.to(x.device)))
 
     def tensors(self) -> list[Tensor]:
@@ -66,3 +74,7 @@ class LayerState(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(x.numel() * x.element_size() for x in self.tensors())
+
+
+# what torch.load(…, weights_only=True), its default, needs to know to read states
+torch.serialization.add_safe_globals([LayerState, states._rebuild])
