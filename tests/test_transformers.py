@@ -9,6 +9,8 @@ Tolerance. That of tests/test_models.py: λ √n u times how far logits move whe
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import json
 import os
 import pickle
@@ -36,6 +38,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCac
 from hla.integrations.transformers import HLACache, HLAConfig, HLAForCausalLM, HLAModel, register  # noqa: E402
 from hla.integrations.transformers.model import CACHE  # noqa: E402
 from hla.models import Decoder  # noqa: E402
+from hla.nn.torch import HigherOrderAttention  # noqa: E402
 
 VOCABULARY, WIDTH, INNER, TOKENS, BATCH, DEPTH = 31, 18, 20, 11, 2, 3
 CONSTANT = ["hla2", layers.MIXED, "ahla"]
@@ -224,17 +227,24 @@ def test_config_as_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("told", "says"),
     [
-        ({"hidden_size": 0}, "d_model: expected an integer ≥ 1"),
+        ({"hidden_size": 0}, "^hidden_size: expected an integer ≥ 1, got 0"),
+        ({"intermediate_size": 0}, "^intermediate_size: expected an integer ≥ 1, got 0"),
         ({"layers": "hla4"}, "layers: expected one of"),
-        ({"layers": ["hla2"] * 2}, "a list of one for each of num_layers = 3 blocks, got 2"),
+        ({"layers": ["hla2"] * 2}, "a list of one for each of num_hidden_layers = 3 blocks, got 2"),
         ({"layers": ["hla2", "hla2", ["softmax"] * 6]}, "Softmax is for whole layers"),
-        ({"num_key_value_heads": 4}, "num_kv_heads: expected a divisor of num_heads = 6"),
-        ({"num_key_value_heads": 4, "layers": "softmax"}, "num_kv_heads: expected a divisor of num_heads = 6"),
-        ({"layers": ["hla2", "hla2", "softmax"]}, "d_model: expected a multiple of twice num_heads = 6"),
+        ({"num_key_value_heads": 4}, "^num_key_value_heads: expected a divisor of num_attention_heads = 6"),
+        ({"num_key_value_heads": 4, "layers": "softmax"}, "^num_key_value_heads: expected a divisor of num_att"),
+        ({"layers": ["hla2", "hla2", "softmax"]}, "^hidden_size: expected a multiple of twice num_attention_heads = 6"),
         ({"attention": {"head_dim": 7, "rotary": True}}, "head_dim: expected an even size"),
-        ({"attention": {}, "hidden_size": 20}, "head_dim: expected a size, as num_heads = 6 does not divide"),
+        ({"attention": {}, "hidden_size": 20}, "head_dim: expected a size, as num_attention_heads = 6 does not divide"),
         ({"attention": {"decay": 1.5}}, r"decay: expected a number in \(0, 1\]"),
         ({"attention": {"causal": False}}, "attention: expected options that the model does not set itself"),
+        ({"attention": {"d_model": 20}}, "attention: expected options that the model does not set itself, got d_model"),
+        ({"attention": {"norm_eps": -1.0}}, "^norm_eps: expected a small number > 0"),
+        ({"rms_norm_eps": -1.0}, "^rms_norm_eps: expected"),
+        ({"rms_norm_eps": 0.0}, "^rms_norm_eps: expected"),
+        ({"rotary_base": 0.0}, "^rotary_base: expected"),
+        ({"rotary_base": -3.0}, "^rotary_base: expected"),
         ({"attention": {"operator": "ahla"}}, "attention: expected options that the model does not set itself"),
         ({"attention": {"ridge": 0.1}, "layers": "ahla"}, "ridge: expected 0 for ahla"),
         ({"dropout": 1.0}, "dropout: expected a probability"),
@@ -246,6 +256,30 @@ def test_config_as_text(tmp_path: Path) -> None:
 def test_refused_configs(told: dict[str, Any], says: str) -> None:
     with pytest.raises(hla.OptionError, match=says):
         config(**{"kinds": CONSTANT, **told} if "layers" not in told else {"kinds": [], **told})
+
+
+def test_names_from_elsewhere_are_refused(tmp_path: Path) -> None:
+    """No name of another config is kept as if it were read."""
+    known = set(HLAConfig(vocab_size=VOCABULARY).to_dict())
+    elsewhere = {
+        "d_model": "Use hidden_size=…", "num_layers": "Use num_hidden_layers=…", "norm_eps": "Use rms_norm_eps=…",
+        "num_heads": "Use num_attention_heads=…", "num_kv_heads": "Use num_key_value_heads=…", "rope_theta": "rotary_b",
+        "tie_embeddings": "Use tie_word_embeddings=…", "operator": "Use layers=…", "mixer": "Use layers=…",
+        "n_embd": "Use hidden_size=…", "n_layer": "Use num_hidden_layers=…", "n_head": "Use num_attention_heads=…",
+        "attention_dropout": "Use dropout=…", "causal": "is causal",
+    }  # fmt: skip
+    own = set(inspect.signature(HigherOrderAttention).parameters) - {"device", "dtype", "process_group"}
+    own |= {field.name for field in dataclasses.fields(ModelConfig)}
+    for name in own - known - set(elsewhere):
+        elsewhere[name] = f'Use attention={{"{name}": …}}'
+    assert {"head_dim", "decay", "conv_size", "form"} <= set(elsewhere)
+    for name, says in elsewhere.items():
+        with pytest.raises(hla.OptionError, match=f"^{name}: .*{says}"):
+            HLAConfig(vocab_size=VOCABULARY, **{name: 7})
+    told = {"architectures": ["HLAForCausalLM"], "dtype": "float64", "id2label": {0: "a"}, "transformers_version": "5"}
+    found = HLAConfig(vocab_size=VOCABULARY, **told, name_or_path="here", output_attentions=False)
+    found.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).dtype == found.dtype == torch.float64
 
 
 # --- a call ----------------------------------------------------------------------------------------------------------
@@ -303,7 +337,7 @@ def test_padding_changes_nothing(kinds: Any, side: str) -> None:
     assert_close(found[1:], model(long).logits, allowed(model, long))
     other = torch.where(mask == 0, 3, tokens)
     assert torch.equal(model(other, attention_mask=mask).logits[0, at], found[0, at])
-    for same in (mask.bool(), mask.double()):
+    for same in (mask.bool(), mask.to(torch.int8)):
         assert torch.equal(model(tokens, attention_mask=same).logits, found)
     assert not torch.allclose(model(tokens).logits[0, at], want[0]) or side == "right"
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)
@@ -661,6 +695,117 @@ def test_what_generation_cannot_do() -> None:
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_masks_that_mean_something_else() -> None:
+    """An additive mask would hide what it shows; 2 would be a token."""
+    model, tokens = make(), text()
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    additive = (1.0 - mask.float()) * -1e9
+    for kind, says, told in (
+        (hla.DTypeError, "attention_mask: expected bool or int, .* mask == 0", additive),
+        (hla.DTypeError, "attention_mask: expected bool or int", mask.float()),
+        (hla.OptionError, "attention_mask: expected 1 for tokens and 0 for padding", 2 * mask),
+        (hla.OptionError, "attention_mask: expected 1 for tokens and 0 for padding", -mask),
+    ):
+        with pytest.raises(kind, match=says):
+            model(tokens, attention_mask=told)
+        with pytest.raises(kind, match=says):
+            model.generate(tokens, attention_mask=told, max_new_tokens=2)
+
+
+def test_labels_that_do_not_fit() -> None:
+    model, tokens = make(), text()
+    cache = after(model, tokens)
+    for kind, says, told in (
+        (
+            hla.ShapeError,
+            r"labels: expected shape \(2, 11\), as the tokens, got \(1, 22\)",
+            {"labels": tokens.view(1, -1)},
+        ),
+        (hla.ShapeError, r"labels: .* got \(22,\)", {"labels": tokens.view(-1)}),
+        (hla.ShapeError, r"labels: .* got \(11, 2\)", {"labels": tokens.T}),
+        (hla.DTypeError, "labels: expected an int64 tensor, got torch.int32", {"labels": tokens.int()}),
+        (hla.DTypeError, "labels: expected an int64 tensor, got list", {"labels": tokens.tolist()}),
+        (hla.OptionError, "logits_to_keep: expected 0 beside labels", {"labels": tokens, "logits_to_keep": 3}),
+        (hla.OptionError, "logits_to_keep: ", {"labels": tokens, "logits_to_keep": torch.tensor([0])}),
+    ):
+        with pytest.raises(kind, match=says):
+            model(tokens, **told, **{CACHE: cache})
+    assert cache.get_seq_length() == TOKENS
+    embeds = model.get_input_embeddings()(tokens)
+    assert torch.equal(model(inputs_embeds=embeds, labels=tokens).loss, model(tokens, labels=tokens).loss)
+
+
+def test_embeddings_that_do_not_fit() -> None:
+    model = make()
+    for kind, says, embeds in (
+        (
+            hla.ShapeError,
+            r"inputs_embeds: expected shape \(B, T, 18\), got \(2, 11, 1\)",
+            torch.zeros(BATCH, TOKENS, 1),
+        ),
+        (hla.ShapeError, r"inputs_embeds: .* got \(2, 11, 19\)", torch.zeros(BATCH, TOKENS, WIDTH + 1)),
+        (hla.ShapeError, r"inputs_embeds: .* got \(11, 18\)", torch.zeros(TOKENS, WIDTH)),
+        (hla.DTypeError, "inputs_embeds: expected a floating-point tensor, got torch.int64", text()),
+    ):
+        with pytest.raises(kind, match=says):
+            model(inputs_embeds=embeds.double() if embeds.is_floating_point() else embeds)
+
+
+def test_a_cache_as_long_as_the_text() -> None:
+    """It would be fed tokens that it has seen."""
+    model, tokens = make(), text()
+    longer = torch.cat([tokens, text(7, (BATCH, 4))], 1)
+    embeds, mask = model.get_input_embeddings()(longer), torch.ones_like(longer)
+    padded = mask[:, :TOKENS].clone()
+    padded[0, :2] = 0
+    for given in (
+        {"inputs": tokens},
+        {"inputs": tokens, "attention_mask": padded},
+        {"inputs": tokens[:, :8], "attention_mask": mask[:, :8]},
+        {"inputs": tokens[:, :3]},
+        {"inputs_embeds": embeds[:, :TOKENS]},
+        {"inputs_embeds": embeds[:, TOKENS:], "attention_mask": mask},
+    ):
+        cache = after(model, tokens)
+        with pytest.raises(hla.OptionError, match=r"cache: expected fewer tokens than .* Pass the whole text so far"):
+            model.generate(**given, **{CACHE: cache}, max_new_tokens=2)
+        assert cache.get_seq_length() == TOKENS
+    want = generated(model, longer)[:, TOKENS + 4 :]
+    for given in (
+        {"inputs": longer},
+        {"inputs": longer[:, TOKENS:], "attention_mask": mask},
+        {"inputs_embeds": embeds},
+    ):
+        told = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, CACHE: after(model, tokens)}
+        assert torch.equal(model.generate(**given, **told)[:, -9:], want)
+
+
+def test_indices_of_no_sequence() -> None:
+    model = make()
+    cache = after(model, text())
+    for kind, says, call in (
+        (hla.OptionError, r"beam_idx: expected numbers from 0 to 1, got \[4\]", ("reorder_cache", torch.tensor([4]))),
+        (hla.OptionError, "beam_idx: expected numbers", ("reorder_cache", torch.tensor([0, -1]))),
+        (hla.DTypeError, "beam_idx: expected an int64 or int32 tensor, got list", ("reorder_cache", [1])),
+        (hla.DTypeError, "got torch.float32", ("reorder_cache", torch.ones(1))),
+        (hla.ShapeError, r"beam_idx: expected shape \(sequences,\)", ("reorder_cache", torch.zeros(1, 2).long())),
+        (hla.OptionError, "indices: expected numbers", ("batch_select_indices", torch.tensor([2]))),
+        (hla.ShapeError, r"indices: expected shape \(2,\)", ("batch_select_indices", torch.ones(3).bool())),
+        (hla.OptionError, "repeats: expected an integer ≥ 1, got 0", ("batch_repeat_interleave", 0)),
+    ):
+        with pytest.raises(kind, match=says):
+            getattr(cache, call[0])(call[1])
+    assert cache.batch_size == BATCH
+    cache.batch_select_indices(torch.tensor([False, True]))
+    assert cache.batch_size == 1
+    for other in ("x", object()):
+        with pytest.raises(hla.DTypeError, match="config: expected a config with num_hidden_layers"):
+            HLACache(other)
+    with pytest.raises(hla.DTypeError, match=r"decoder: expected an hla\.models\.Decoder, got HLAForCausalLM"):
+        HLAForCausalLM.from_decoder(model)
 
 
 def test_refused_calls() -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hla.arrays import is_traced
-from hla.errors import OptionError, message
+from hla.arrays import is_integer, is_traced
+from hla.errors import DTypeError, OptionError, ShapeError, message
 
 
 class HLACacheLayer(CacheLayerMixin):
@@ -115,6 +115,9 @@ class HLACache(Cache):
     Args:
         config: of the model; only its `num_hidden_layers` counts.
 
+    Raises:
+        DTypeError, ShapeError, OptionError: a config without that, or indices that name no sequence.
+
     Example:
         >>> import torch
         >>> from hla.integrations.transformers import HLACache, HLAConfig, HLAForCausalLM
@@ -128,12 +131,53 @@ class HLACache(Cache):
     """
 
     def __init__(self, config: Any) -> None:
-        super().__init__(layers=[HLACacheLayer() for _ in range(config.num_hidden_layers)])
+        depth: Any = getattr(config, "num_hidden_layers", None)
+        if not is_integer(depth) or depth < 1:
+            raise DTypeError(
+                message("config", "a config with num_hidden_layers", type(config).__name__, "Pass model.config.")
+            )
+        super().__init__(layers=[HLACacheLayer() for _ in range(depth)])
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(layer.nbytes for layer in self.layers)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """The sequences that `beam_idx` names, in its order."""
+        _check_index("beam_idx", beam_idx, self.batch_size)
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The sequences that `indices` names, or for which it is True."""
+        if isinstance(indices, Tensor) and indices.dtype == torch.bool:
+            if self.batch_size >= 0 and indices.shape != (self.batch_size,):
+                raise ShapeError(
+                    message("indices", f"shape ({self.batch_size},)", f"{tuple(indices.shape)}",
+                            "One entry for each sequence of the cache.")
+                )  # fmt: skip
+        else:
+            _check_index("indices", indices, self.batch_size)
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence so many times."""
+        if not is_integer(repeats) or repeats < 1:
+            raise OptionError(message("repeats", "an integer ≥ 1", repr(repeats), "How many of each sequence."))
+        super().batch_repeat_interleave(repeats)
+
+
+def _check_index(name: str, index: Any, batch: int) -> None:
+    """Errors unless it names sequences of a batch; −1 is a batch that is not known yet."""
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
+        got = f"{index.dtype}" if isinstance(index, Tensor) else type(index).__name__
+        raise DTypeError(message(name, "an int64 or int32 tensor", got, "Pass torch.tensor([…])."))
+    if index.ndim != 1:
+        raise ShapeError(message(name, "shape (sequences,)", f"{tuple(index.shape)}", "One number for each."))
+    if batch >= 0 and not is_traced(index) and bool(((index < 0) | (index >= batch)).any()):
+        raise OptionError(
+            message(name, f"numbers from 0 to {batch - 1}", f"{index.tolist()}", "The cache has no other sequences.")
+        )
 
 
 def _alone(x: Tensor) -> Tensor:

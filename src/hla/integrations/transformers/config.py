@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import field
 from difflib import get_close_matches
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from hla.arrays import is_number
 from hla.errors import OptionError, message
 from hla.models.config import ModelConfig
+from hla.nn.options import read_layer_options
 from hla.nn.torch.decoder import Block
 
 _NAMES = {
@@ -27,6 +34,18 @@ _NAMES = {
     "tie_embeddings": "tie_word_embeddings",
 }
 """The fields of `ModelConfig` and what they are called here."""
+_ELSEWHERE = {
+    **{name: f'Use attention={{"{name}": …}}.' for name in inspect.signature(read_layer_options).parameters},
+    **{own: f"Use {name}=…." for own, name in _NAMES.items()},
+    **dict.fromkeys(("operator", "mixer"), "Use layers=…."),
+    "causal": "The model is causal.",
+    "attention_dropout": "Use dropout=…: there are no attention weights to drop.",
+    "rope_theta": 'Use rotary_base=… for softmax layers, attention={"rotary": True, "rotary_base": …} for others.',
+    "n_embd": "Use hidden_size=….",
+    "n_layer": "Use num_hidden_layers=….",
+    "n_head": "Use num_attention_heads=….",
+}
+"""Names from elsewhere that a config would keep and nobody read, and what to do."""
 
 
 class HLAConfig(PretrainedConfig):
@@ -55,7 +74,7 @@ class HLAConfig(PretrainedConfig):
 
     Raises:
         OptionError: a size that is none, an unknown kind of layer, options that contradict each other, or a keyword
-            that looks like a misspelt one.
+            that looks like a misspelt one or belongs elsewhere, as `d_model` or `decay`.
 
     Example:
         >>> from hla.integrations.transformers import HLAConfig
@@ -88,11 +107,16 @@ class HLAConfig(PretrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name in kwargs:
+            if name in _ELSEWHERE:
+                raise OptionError(message(name, "a field of HLAConfig", "another name", _ELSEWHERE[name]))
             if close := get_close_matches(name, _NAMES.values(), 1, 0.8):
                 raise OptionError(message(name, "a known field", "another name", f"Did you mean {close[0]}?"))
+        if not is_number(self.rms_norm_eps) or not 0 < self.rms_norm_eps < math.inf:
+            raise OptionError(message("rms_norm_eps", "a small number > 0", repr(self.rms_norm_eps), "1e-6 is usual."))
         told = self.to_model_config()
-        for kind in dict.fromkeys(told.kinds()):
-            Block(told, kind, device="meta")  # the layers themselves judge what fits together
+        with _translated():
+            for kind in dict.fromkeys(told.kinds()):
+                Block(told, kind, device="meta")  # the layers themselves judge what fits together
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         self.intermediate_size = told.inner
@@ -102,12 +126,28 @@ class HLAConfig(PretrainedConfig):
 
     def to_model_config(self) -> ModelConfig:
         """The same as a `ModelConfig`."""
-        return ModelConfig(**{own: getattr(self, name) for own, name in _NAMES.items()})
+        with _translated():
+            return ModelConfig(**{own: getattr(self, name) for own, name in _NAMES.items()})
 
     @classmethod
     def from_model_config(cls, config: ModelConfig, **kwargs: Any) -> HLAConfig:
         """The same as a `ModelConfig`; keywords are for the fields that it does not have, as `eos_token_id`."""
         return cls(**{**{name: getattr(config, own) for own, name in _NAMES.items()}, **kwargs})
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Errors say what was expected under the names that the fields have here; what came stays as it is.
+
+    So does `norm_eps`: here it can only be the option in `attention`.
+    """
+    names = {own: name for own, name in _NAMES.items() if own != "norm_eps"}
+    try:
+        yield
+    except OptionError as error:
+        expected, got, rest = str(error).partition(", got ")
+        expected = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], expected)
+        raise OptionError(expected + got + rest) from None
 
 
 def _as_lists(value: Any) -> Any:

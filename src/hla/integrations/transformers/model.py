@@ -103,8 +103,8 @@ class HLAModel(HLAPreTrainedModel):
 
         Args:
             input_ids: int (B, T).
-            attention_mask: (B, T), or with the columns that the cache has seen in front, 0 where there is padding.
-                Padding may be anywhere; it changes nothing.
+            attention_mask: bool or int (B, T), or with the columns that the cache has seen in front: 1 for tokens and 0
+                for padding, which may be anywhere and changes nothing.
             past_key_values: an `HLACache`, which is advanced; Transformers calls it `cache` from 5.24 on, and both
                 names are taken.
             inputs_embeds: (B, T, hidden_size), in place of `input_ids`.
@@ -122,6 +122,8 @@ class HLAModel(HLAPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             got = "both" if input_ids is not None else "none"
             raise OptionError(message("input_ids, inputs_embeds", "exactly one", got, "Pass tokens or embeddings."))
+        if inputs_embeds is not None:
+            _check_embeddings(inputs_embeds, config.hidden_size)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if x.ndim != 3:
             raise ShapeError(
@@ -203,17 +205,19 @@ class HLAForCausalLM(HLAPreTrainedModel, GenerationMixin):
             attention_mask: see `input_ids`.
             past_key_values: see `input_ids`.
             inputs_embeds: see `input_ids`.
-            labels: int (B, T), the tokens themselves; −100 where there is no loss. They are shifted here.
+            labels: int64 (B, T), the tokens themselves; −100 where there is no loss. They are shifted here.
             use_cache: see `input_ids`.
             output_hidden_states: see `input_ids`.
             return_dict: see `input_ids`.
-            logits_to_keep: the last so many columns, 0 for all; or the indices of columns.
+            logits_to_keep: the last so many columns, 0 for all; or the indices of columns. Not beside labels.
             cache: see `input_ids`.
             **kwargs: as for `HLAModel`; beside them `num_items_in_batch`, by which the sum of losses is divided.
 
         Raises:
             OptionError, ShapeError, DTypeError, TypeError: as `HLAModel`.
         """
+        if labels is not None:
+            _check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds, logits_to_keep)
         loss_options = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         found = self.model(
             input_ids=input_ids,
@@ -243,7 +247,15 @@ class HLAForCausalLM(HLAPreTrainedModel, GenerationMixin):
         Args:
             decoder: an `hla.models.Decoder`.
             **kwargs: fields of `HLAConfig` that a decoder does not have, as `eos_token_id`.
+
+        Raises:
+            DTypeError: something else than a decoder.
         """
+        if not isinstance(decoder, Decoder):
+            raise DTypeError(
+                message("decoder", "an hla.models.Decoder", type(decoder).__name__,
+                        "Models of Transformers are loaded with from_pretrained.")
+            )  # fmt: skip
         config = HLAConfig.from_model_config(decoder.config, **kwargs)
         parameter = decoder.embedding.weight
         model: HLAForCausalLM = cls(config).to(device=parameter.device, dtype=parameter.dtype)
@@ -280,6 +292,8 @@ class HLAForCausalLM(HLAPreTrainedModel, GenerationMixin):
     ) -> None:
         """An empty cache before the first token, which chunked prefill needs."""
         mask = model_kwargs.get("attention_mask")
+        if mask is not None:
+            _check_mask(mask)
         if mask is not None and bool((mask[:, -1] == 0).any()):
             raise OptionError(
                 message("attention_mask", "a token at the end of each prompt", "padding there",
@@ -290,7 +304,21 @@ class HLAForCausalLM(HLAPreTrainedModel, GenerationMixin):
                 message("cache_implementation", "None", repr(generation_config.cache_implementation),
                         "The model has a state of constant size, and no other cache.")
             )  # fmt: skip
-        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+        embeds, cache = model_kwargs.get("inputs_embeds"), model_kwargs.get(CACHE)
+        seen = cache.get_seq_length() if isinstance(cache, HLACache) else 0
+        if embeds is not None:
+            columns = embeds.shape[1]
+        elif mask is not None:
+            columns = mask.shape[1]
+        else:  # Transformers drops a mask of ones, and keeps its length
+            columns = getattr(generation_config, "_mask_length", seen + 1)
+        if seen > 0 and columns <= seen:
+            raise OptionError(
+                message("cache", f"fewer tokens than the {columns} of the text", f"{seen}",
+                        "Pass the whole text so far, longer than the cache, or the new tokens with an attention_mask "
+                        "of all.")
+            )  # fmt: skip
+        if generation_config.use_cache is not False and cache is None:
             model_kwargs[CACHE] = HLACache(self.config)
 
 
@@ -321,8 +349,53 @@ def _skipped(attention_mask: Any, x: Tensor, cache: HLACache | None) -> Tensor |
             message("attention_mask", f"shape ({batch}, {length})" + f" or ({batch}, {seen + length})" * (seen > 0),
                     f"{tuple(attention_mask.shape)}", "One entry for each token, with or without those of the cache.")
         )  # fmt: skip
-    skipped = attention_mask[:, attention_mask.shape[1] - length :].to(x.device) == 0
-    return skipped if arrays.is_traced(skipped) or bool(skipped.any()) else None
+    mask = attention_mask[:, attention_mask.shape[1] - length :].to(x.device)
+    return mask == 0 if _check_mask(mask) else None
+
+
+def _check_mask(mask: Tensor) -> bool:
+    """Errors for a mask that means something else; whether there is padding, or may be."""
+    if mask.is_floating_point() or mask.is_complex():
+        raise DTypeError(
+            message("attention_mask", "bool or int, 1 for tokens and 0 for padding", f"{mask.dtype}",
+                    "Pass mask.bool(); of an additive mask, which is 0 for tokens, mask == 0.")
+        )  # fmt: skip
+    if arrays.is_traced(mask):
+        return True
+    if not bool((mask != 1).any()):
+        return False
+    if bool(((mask != 1) & (mask != 0)).any()):
+        raise OptionError(
+            message("attention_mask", "1 for tokens and 0 for padding", f"{sorted(set(mask.flatten().tolist()))[:5]}",
+                    "The model takes no packed sequences, and no other masks.")
+        )  # fmt: skip
+    return True
+
+
+def _check_embeddings(x: Any, width: int) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = f"{x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise DTypeError(message("inputs_embeds", "a floating-point tensor", got, "Pass tokens as input_ids."))
+    if x.ndim != 3 or x.shape[2] != width:
+        raise ShapeError(
+            message("inputs_embeds", f"shape (B, T, {width})", f"{tuple(x.shape)}", "The last axis is hidden_size.")
+        )
+
+
+def _check_labels(labels: Any, tokens: Any, logits_to_keep: Any) -> None:
+    """`tokens` (B, T, …), or what the model refuses."""
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+        got = f"{labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise DTypeError(message("labels", "an int64 tensor", got, "Convert them: labels.long()."))
+    if isinstance(tokens, Tensor) and labels.shape != tokens.shape[:2]:
+        raise ShapeError(
+            message("labels", f"shape {tuple(tokens.shape[:2])}, as the tokens", f"{tuple(labels.shape)}",
+                    "One for each token, not shifted; −100 where there is no loss.")
+        )  # fmt: skip
+    if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
+        raise OptionError(
+            message("logits_to_keep", "0 beside labels", repr(logits_to_keep), "The loss needs all logits.")
+        )
 
 
 def _check_others(kwargs: dict[str, Any], skipped: Tensor | None, cache: HLACache | None, x: Tensor) -> None:
