@@ -478,9 +478,31 @@ def test_parts_of_a_parameter_stay_trainable_or_frozen() -> None:
     assert [made.k_proj.weight.requires_grad, made.out_proj.weight.requires_grad] == [False, True]
 
 
+@pytest.mark.parametrize(("dtype", "device"), [("bfloat16", "cpu"), ("float64", "cpu"), ("float32", "meta")])
+def test_pairs_of_weight_and_bias(dtype: str, device: str) -> None:
+    packed = nn.Linear(WIDTH, 3 * WIDTH, dtype=getattr(torch, dtype), device=device)
+    packed.bias.requires_grad_(False)
+    out = nn.Linear(WIDTH, WIDTH, dtype=packed.weight.dtype, device=device)
+    pairs = list(zip(packed.weight.chunk(3), packed.bias.chunk(3), strict=True))
+    layer = from_projections(*pairs, (out.weight, out.bias), num_heads=HEADS, decay=0.9)
+    made = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
+    for projection, (weight, bias) in zip(made, [*pairs, (out.weight, out.bias)], strict=True):
+        assert (projection.weight.dtype, projection.weight.device) == (weight.dtype, weight.device)
+        assert projection.weight.requires_grad
+        assert projection.bias.requires_grad is bias.requires_grad
+        if device == "cpu":
+            assert torch.equal(projection.weight, weight)
+            assert torch.equal(projection.bias, bias)
+    bare = [(weight, None) for weight, _ in pairs]
+    assert from_projections(*bare, out.weight, num_heads=HEADS).q_proj.bias is None
+
+
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
+        ({"q": (torch.zeros(WIDTH, WIDTH), torch.zeros(1))}, hla.ShapeError, r"q: expected a bias .*, got \(1,\)"),
+        ({"q": (torch.zeros(WIDTH, WIDTH), 0.0)}, hla.ShapeError, "q: expected a bias .*, got float"),
+        ({"q": (1, 2)}, hla.DTypeError, "q: expected an nn.Linear, .*, got int"),
         ({"num_heads": 2}, hla.ShapeError, "2 query"),
         ({"num_heads": 0}, hla.OptionError, "num_heads"),
         ({"num_kv_heads": 2}, hla.ShapeError, "2 key/value"),

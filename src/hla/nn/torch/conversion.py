@@ -17,6 +17,9 @@ from hla.nn.torch.attention import HigherOrderAttention
 Builder = Callable[..., nn.Module | None]
 """Of a block and the options of `convert`: what takes the block's place, or None to leave it."""
 
+Projection = nn.Linear | Tensor | tuple[Tensor, Tensor | None]
+"""A linear layer, its weight alone, or weight and bias."""
+
 _FIXED = ("d_model", "num_heads", "num_kv_heads", "head_dim", "value_dim", "bias", "device", "dtype")
 _WITHOUT_RANDOM_WEIGHTS: dict[str, Any] = {"conv_size": None, "output_gate": False}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -193,10 +196,10 @@ def _refuse_fixed(options: Mapping[str, Any]) -> None:
 
 
 def from_projections(
-    q: nn.Linear | Tensor,
-    k: nn.Linear | Tensor,
-    v: nn.Linear | Tensor,
-    out: nn.Linear | Tensor,
+    q: Projection,
+    k: Projection,
+    v: Projection,
+    out: Projection,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
@@ -208,7 +211,7 @@ def from_projections(
     Parts that would start with random weights are off unless asked for: `conv_size` is None, `output_gate` False.
 
     Args:
-        q: a linear layer or its weight, (H·d, d_model).
+        q: a linear layer, its weight (H·d, d_model), or a pair of weight and bias.
         k: likewise, (Hkv·d, d_model).
         v: likewise, (Hkv·dv, d_model).
         out: likewise, (d_model, H·dv).
@@ -242,7 +245,13 @@ def from_projections(
     for name, weight in weights.items():
         if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.dtype.is_floating_point:
             got = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
-            raise DTypeError(message(name, "an nn.Linear or a floating matrix", got, "Pass its weight."))
+            raise DTypeError(
+                message(name, "an nn.Linear, a floating matrix, or (matrix, bias)", got, "Pass its weight.")
+            )
+    for name, (weight, bias) in parts.items():
+        if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[:1]):
+            got = f"{tuple(bias.shape)}" if isinstance(bias, Tensor) else type(bias).__name__
+            raise ShapeError(message(name, f"a bias {tuple(weight.shape[:1])}", got, "One number for each row."))
     found = {(x.dtype, x.device) for x in (*weights.values(), *biases)}
     if len(found) > 1:
         raise DTypeError(
@@ -292,7 +301,9 @@ def from_projections(
     return layer
 
 
-def _weights(x: Any) -> tuple[Any, Tensor | None]:
+def _weights(x: Any) -> tuple[Any, Any]:
+    if isinstance(x, tuple) and len(x) == 2:
+        return x
     return (x.weight, x.bias) if isinstance(x, nn.Linear) else (x, None)
 
 
