@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Iterator
@@ -16,8 +15,7 @@ from transformers import PretrainedConfig
 from hla.arrays import is_number
 from hla.errors import OptionError, message
 from hla.models.config import ModelConfig
-from hla.nn.options import read_layer_options
-from hla.nn.torch.decoder import Block
+from hla.nn.options import DEFAULTS
 
 _NAMES = {
     "vocab_size": "vocab_size",
@@ -35,7 +33,7 @@ _NAMES = {
 }
 """The fields of `ModelConfig` and what they are called here."""
 _ELSEWHERE = {
-    **{name: f'Use attention={{"{name}": …}}.' for name in inspect.signature(read_layer_options).parameters},
+    **{name: f'Use attention={{"{name}": …}}.' for name in DEFAULTS},
     **{own: f"Use {name}=…." for own, name in _NAMES.items()},
     **dict.fromkeys(("operator", "mixer"), "Use layers=…."),
     "causal": "The model is causal.",
@@ -114,9 +112,6 @@ class HLAConfig(PretrainedConfig):
         if not is_number(self.rms_norm_eps) or not 0 < self.rms_norm_eps < math.inf:
             raise OptionError(message("rms_norm_eps", "a small number > 0", repr(self.rms_norm_eps), "1e-6 is usual."))
         told = self.to_model_config()
-        with _translated():
-            for kind in dict.fromkeys(told.kinds()):
-                Block(told, kind, device="meta")  # the layers themselves judge what fits together
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         self.intermediate_size = told.inner
