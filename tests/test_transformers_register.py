@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -259,6 +260,14 @@ def test_masks_that_say_nothing_are_dropped(name: str, calls: Any) -> None:
         model(tokens, **told)
     assert len(calls) == 3 * DEPTH
     assert not any({"token_mask", "segment_ids"} & set(told) for *_, told in calls)
+
+
+def test_files_do_not_hold_the_attention(tmp_path: Path, calls: Any) -> None:
+    make().save_pretrained(tmp_path)
+    for told, count in (({}, 0), ({"attn_implementation": "hla2"}, DEPTH)):
+        calls.clear()
+        AutoModelForCausalLM.from_pretrained(tmp_path, **told)(text())
+        assert len(calls) == count
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
