@@ -45,7 +45,8 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     add("--width", type=int, default=64, help="features of the residual stream (%(default)s)")
     add("--layers", type=int, default=2, help="blocks (%(default)s)")
     add("--heads", type=int, default=4, help="heads of each block (%(default)s)")
-    add("--mixer", default="hla2", help="hla2, ahla, hla3 or linear_attention (%(default)s)")
+    mixers = ("hla2", "ahla", "hla3", "linear_attention")
+    add("--mixer", choices=mixers, default="hla2", help="(%(default)s)")
     add("--lr", type=float, default=3e-3, help="learning rate (%(default)s)")
     add("--growth", default="2048,4096,8192,16384", help="lengths of the second part, or 0 (%(default)s)")
     add("--no-check", action="store_true", help="no second model in one process")
@@ -167,7 +168,7 @@ def train(chosen: argparse.Namespace, text: Tensor, rank: int, size: int) -> boo
         say(rank, line)
         for optimizer in optimizers:
             optimizer.step()
-    allowed = torch.finfo(getattr(torch, chosen.dtype)).eps * chosen.tokens * 1000
+    allowed = torch.finfo(getattr(torch, chosen.dtype)).eps * max(chosen.tokens, 1000) * 1000
     if alone is not None:
         told = "rounding" if worst < allowed else "MORE THAN ROUNDING"
         say(rank, f"largest difference {worst:.1e}: {told} (up to {allowed:.1e})")

@@ -208,20 +208,24 @@ def autocast(rank: int, size: int) -> None:
 
 def what_travels(rank: int, size: int) -> None:
     """What is sent is what `hla.cost` says, in the dtype of sums, in as many rounds."""
-    for name, method in [*METHODS, ("linear_attention", "segments"), ("linear_attention", "stages")]:
+    causal = [*METHODS, ("linear_attention", "segments"), ("linear_attention", "stages")]
+    everything = [(name, "auto") for name in ("linear_attention", "hla2", "ahla", "hla3")]
+    for mask, (name, method) in (*(("causal", x) for x in causal), *(("none", x) for x in everything)):
         q, k, v = (random(H, LENGTHS[rank], n, seed=i).requires_grad_() for i, n in enumerate((D, D, DV)))
-        log_decay = -random(H, LENGTHS[rank], seed=3).abs()
+        log_decay = -random(H, LENGTHS[rank], seed=3).abs() if mask == "causal" else None
         sizes = {"T": sum(LENGTHS), "d": D, "dv": DV, "heads": H, "dtype": "float64"}
-        cost = hla.cost(name, **sizes, devices=size, method=method, library="torch")
+        cost = hla.cost(name, **sizes, devices=size, method=method, library="torch", mask=mask)
         with counting() as sent:
-            output = getattr(shared, name)(q, k, v, log_decay=log_decay, method=method, check=False)
+            output = getattr(shared, name)(q, k, v, log_decay=log_decay, mask=mask, method=method, check=False)
             there = len(sent)
             output.sum().backward()
         assert {kind for _, kind in sent} == {torch.float64}
-        assert there == len(sent) - there == cost.rounds, f"{name}, {method}: {len(sent)} messages"
+        assert there == len(sent) - there == cost.rounds, f"{name}, {method}, {mask}: {len(sent)} messages"
         forward, back = sum(n for n, _ in sent[:there]), sum(n for n, _ in sent[there:])
-        assert forward == cost.sent_bytes, f"{name}, {method}: {forward} bytes, not {cost.sent_bytes}"
-        assert back == cost.backward_sent_bytes, f"{name}, {method}: {back} bytes, not {cost.backward_sent_bytes}"
+        assert forward == cost.sent_bytes, f"{name}, {method}, {mask}: {forward} bytes, not {cost.sent_bytes}"
+        assert back == cost.backward_sent_bytes, (
+            f"{name}, {method}, {mask}: {back} bytes, not {cost.backward_sent_bytes}"
+        )
 
 
 def comparing_calls(rank: int, size: int) -> None:
@@ -243,6 +247,14 @@ def comparing_calls(rank: int, size: int) -> None:
         for method in ("segments", "stages"):
             for _ in range(2):
                 compare(call, LENGTHS, rank, method)
+        remembered, operators._REMEMBERED = operators._REMEMBERED, 5
+        apart = dist.new_group([0])
+        for i in range(6 * (rank == 0)):  # what one rank shares with others makes it forget nothing of this group
+            shared.hla2(*x, ridge=float(i), group=apart)
+        operators._REMEMBERED = remembered
+        sent.clear()
+        shared.hla2(*x, decay=0.6, scale=0.3)
+        assert len(sent) == 1, f"{len(sent)} messages"
     with counting() as sent:
         for _ in range(2):
             shared.hla2(*x, decay=0.6, scale=0.3)
@@ -349,6 +361,7 @@ def expect(kind: Any, words: str, function: Callable[[], Any]) -> None:
         caught = error
     assert type(caught) is kind, f"{caught!r} for {kind.__name__} about {words!r}"
     assert words in str(caught), f"{words!r} is not in {caught}"
+    assert ".." not in str(caught), str(caught)
 
 
 def disagreements(rank: int, size: int) -> None:
@@ -386,12 +399,30 @@ def disagreements(rank: int, size: int) -> None:
     refused = [torch.ones(H, 2 + (odd and i == 1), n, dtype=wide) for i, n in enumerate((D, D, DV))]
     kind = hla.ShapeError if odd else hla.OptionError
     expect(kind, "T = 3", lambda: shared.hla2(*refused))
+    unknown = {"decays": 0.5} if odd else {}
+    expect(TypeError if odd else hla.OptionError, "decays", lambda: shared.hla2(*x, **unknown))
+    expect(hla.OptionError, "True, False or None", lambda: shared.hla2(*x, check="always" if odd else None))
+    one, whole_one = [y.float() for y in x], 1 if odd else 1.0
+    assert torch.equal(shared.hla2(*one, decay=whole_one, scale=whole_one), shared.hla2(*one))
     assert shared.hla2(*x).shape == (H, 2, DV)
 
 
 def forward_mode(q: Any, k: Any, v: Any) -> Any:
     with forward_ad.dual_level():
         return shared.hla2(forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+
+
+def followed(name: str, q: Any, k: Any, v: Any) -> Any:
+    """The derivative by an option, with `torch.func`."""
+    state = hla.init_state("hla2", batch=(H,), d=D, dv=DV, like=q)
+    given = {"decay": 0.5 * q[:, 0, 0], "log_decay": -q[..., 0], "scale": q[0, 0, 0], "initial_state": state[0]}
+
+    def loss(x: Any) -> Any:
+        if name == "initial_state":
+            x = state._replace(**{state._fields[0]: x})
+        return shared.hla2(q, k, v, **{name: x}).sum()
+
+    return torch.func.grad(loss)(given[name])
 
 
 def refusals(rank: int, size: int) -> None:
@@ -416,6 +447,10 @@ def refusals(rank: int, size: int) -> None:
             lambda: torch.func.grad(lambda q: shared.hla2(q, *x[1:]).sum())(x[0]),
         ),
         (hla.BackendUnsupportedError, "tangent", lambda: forward_mode(*x)),
+        *(
+            (hla.BackendUnsupportedError, name, lambda name=name: followed(name, *x))
+            for name in ("decay", "log_decay", "scale", "initial_state")
+        ),
         (TypeError, "decays", lambda: shared.hla2(*x, decays=0.5)),
     ]
     for kind, words, function in cases:

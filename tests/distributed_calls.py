@@ -60,6 +60,7 @@ CASES = [
     *(Case(name, {"mask": "none"}, ("no_state", "token_mask"), ("auto",)) for name in PLAIN),
     Case("hla2", {"mask": "none", "normalize": True, "ridge": 0.3}, ("no_state",), ("auto",)),
     Case("higher_order", {"order": 4, "mask": "none"}, ("no_state",), ("auto",)),
+    *(Case(name, {"mask": "none", "normalize": True}, ("no_state", "one_head"), ("auto",)) for name in PLAIN[:2]),
     Case("hla2", {"ridge": 0.3}, ("decay", "scale", "initial_state", "axis")),
     Case("hla2", {"normalize": True, "ridge": 0.3}, ("log_decay",)),
     Case("ahla", {"form": "recurrent", "chunk_size": 3}, ("decay", "scale")),
@@ -80,8 +81,8 @@ class Call:
         self.case = case
         options = case.options
         q, k, v = (
-            random(B, H, T, D, seed=1),
-            random(B, 1 if case.grouped else H, T, D, seed=2),
+            random(B, 1 if "one_head" in case.arrays else H, T, D, seed=1),
+            random(B, 1 if case.grouped or "one_head" in case.arrays else H, T, D, seed=2),
             random(B, H, T, DV, seed=3),
         )
         if options.get("normalize"):

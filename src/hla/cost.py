@@ -93,8 +93,10 @@ def cost(
     Over P devices (`hla.distributed`) a slice's summary has n numbers per head, in float32 or float64: the fields of a
     segment, and ρ. To gather all of them a device sends (P − 1)·n, in one exchange; doubling sends n in each of
     ⌈log₂(P − 1)⌉ + 1. JAX runs the exchanges backwards for the gradient, which sends as much again; PyTorch sends the
-    cotangents of the states alone, (P − 1) states. Mask "none" adds its states up, 2(P − 1)/P of them. Asking for the
-    last state adds as much in JAX, and another (P − 1) states to PyTorch's gradient.
+    cotangents of the states alone, (P − 1) states. Asking for the last state adds 2(P − 1)/P states in JAX, and another
+    (P − 1) states to PyTorch's gradient. Mask "none" adds its states up: in JAX 2(P − 1)/P of them each way, one
+    exchange per stage; in PyTorch (P − 1) of them forwards and 2(P − 1) backwards, one exchange per state, and
+    forwards one more number in each, whatever the heads.
 
     Args:
         operator: the operator's name.
@@ -162,7 +164,7 @@ def cost(
     moved_back = _bytes(traffic.backward(found, d, dv, chunk), _BYTES[dtype], wide)
     joining = _Joining(0, 0, 0, 0, 0)
     if devices > 1:
-        joining = _joining(plan, d, dv, devices, exchange, library)
+        joining = _joining(plan, d, dv, heads, devices, exchange, library)
         within = min(int(chunk_size or _DEFAULT_CHUNK), max(tokens, 1))
         for part in () if mask == "none" else plan:  # there the states are summed once anyway
             flops += _flops_per_token(part.program, d, dv, within, "chunkwise")
@@ -181,7 +183,8 @@ def cost(
         rounds=joining.rounds,
         sent_bytes=math.ceil(joining.sent * wide * heads),
         backward_sent_bytes=math.ceil(joining.sent_back * wide * heads),
-        device_bytes=(2 * (d + dv) * tokens * _BYTES[dtype] + (state + joining.held + activation) * wide) * heads,
+        device_bytes=(2 * (d + dv) * tokens * _BYTES[dtype] + (state + activation) * wide) * heads
+        + math.ceil(joining.held * wide * heads),
     )
 
 
@@ -191,14 +194,20 @@ class _Joining(NamedTuple):
     rounds: int
     sent: int | Fraction
     sent_back: int | Fraction
-    held: int
+    held: int | Fraction
     flops: int
 
 
-def _joining(plan: tuple[Round, ...], d: int, dv: int, devices: int, exchange: str, library: str) -> _Joining:
+def _joining(
+    plan: tuple[Round, ...], d: int, dv: int, heads: int, devices: int, exchange: str, library: str
+) -> _Joining:
     sizes = [shapes(part.program, (), (), (), d, dv).state for part in plan]
     sent = [sum(math.prod(size[s]) for s in part.rule.symbols) for part, size in zip(plan, sizes, strict=True)]
     if plan[0].program.spec.mask == "none":  # all devices add up
+        if library == "torch":  # each state by itself, with one ρ for all heads
+            count = sum(len(part.rule.symbols) for part in plan)
+            forth = sum(sent) + Fraction(count, heads)
+            return _Joining(count, (devices - 1) * forth, 2 * (devices - 1) * sum(sent), devices * forth, 0)
         added = Fraction(2 * (devices - 1) * sum(sent), devices)
         return _Joining(len(plan), added, added, sum(sent), 0)
     kept = {state.symbol for state in program(plan[0].program.spec).states}

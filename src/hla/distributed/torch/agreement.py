@@ -49,8 +49,9 @@ def agree(
     texts = [bytes(x[_HEAD:].tolist()).rstrip(b"\0").decode(errors="replace") for x in heard]
     for rank, (refused, _, _) in enumerate(heads):
         if refused:
+            said = texts[rank].removesuffix(".")
             raise OptionError(
-                message("group", "arguments that every rank can take", f"an error on rank {rank}: {texts[rank]}",
+                message("group", "arguments that every rank can take", f"an error on rank {rank}: {said}",
                         "See what was passed there.")
             )  # fmt: skip
     for rank, other in enumerate(texts):

@@ -69,13 +69,13 @@ def _call(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Results, and what has been heard: the lengths of slices first, where they are needed."""
     made = whole._Call(tensors, how)
-    options = read_options(made.operator, made.options)
     q, k, v = made.inputs
     if heard is None:
         sharing = Sharing(None, method, ast.literal_eval(check))
-        found, session = begin(place, made.operator, q, k, v, options, sharing, made.order)
+        found, session = begin(place, made.operator, q, k, v, made.options, sharing, made.order)
         lengths = session.lengths
     else:
+        options = read_options(made.operator, made.options)
         found, lengths = Call(place, made.operator, q, k, v, options, method, made.order), None
         if found.offsets is not None:
             lengths, heard = tuple(heard[0].tolist()), heard[1:]
@@ -85,7 +85,7 @@ def _call(
     told = taped.heard
     if found.offsets is not None:
         told = [torch.tensor(lengths, device=v.device), *told]
-    output, state = results if options.return_state else (results, ())
+    output, state = results if found.options.return_state else (results, ())
     return [output, *state], told
 
 

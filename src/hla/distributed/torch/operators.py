@@ -27,8 +27,11 @@ from hla.options import Options, read_options
 from hla.problem import Problem, States
 from hla.rules import RHO, Rule, Term
 
-_agreed: set[tuple[str, Claim]] = set()
-"""Calls of groups that have been found equal; for tensors whose values are not at hand."""
+_agreed: dict[str, set[Claim]] = {}
+"""Calls that have been found equal, by group, so that all its ranks forget alike; for tensors whose values are not at
+hand."""
+_REMEMBERED = 10_000
+"""calls of a group"""
 
 
 def at_hand(like: Tensor) -> bool:
@@ -62,16 +65,15 @@ class Session:
 
         `wants_grad`: whether an input of this rank does. `length`: its tokens.
         """
-        name = place.group.group_name
-        known = (name, claim) in _agreed
-        if refusal is not None:  # after the first call the others are likely not to ask again
-            known = any(group == name for group, _ in _agreed)
+        equal = _agreed.setdefault(place.group.group_name, set())
+        # after the first call the others are likely not to ask again
+        known = claim in equal if refusal is None else bool(equal)
         agreed: Agreed | None = None
         if check is True or need_lengths or (check is None and (at_hand(like) or not known)):
             agreed = agree(place, like.device, claim, length, wants_grad and torch.is_grad_enabled(), refusal)
-            if len(_agreed) > 10_000:
-                _agreed.clear()
-            _agreed.add((name, claim))
+            if len(equal) >= _REMEMBERED:
+                equal.clear()
+            equal.add(claim)
         elif refusal is not None:
             raise refusal
         needs_grad = torch.is_grad_enabled() and (agreed is None or agreed.needs_grad)
@@ -97,26 +99,29 @@ def run(
         from hla.distributed.torch import compilation
 
         return compilation.call(function, q, k, v, given, sharing, order)
-    if sharing.check not in (None, True, False):
-        raise OptionError(message("check", "True, False or None", repr(sharing.check), "None decides by the device."))
-    options = read_options(function, given)
     session = sharing.session
     if session is not None:
+        options = read_options(function, given)
         return Call(session.place, function, q, k, v, options, sharing.method, order).run(session)
     place = Place.of(sharing.group)
-    call, session = begin(place, function, q, k, v, options, sharing, order)
+    call, session = begin(place, function, q, k, v, given, sharing, order)
     return call.run(session)
 
 
 def begin(
-    place: Place, function: str, q: Any, k: Any, v: Any, options: Options, sharing: Sharing, order: int | None
+    place: Place, function: str, q: Any, k: Any, v: Any, given: dict[str, Any], sharing: Sharing, order: int | None
 ) -> tuple[Call, Session]:
     """A call, checked and compared with those of the other ranks."""
     refusal: Exception | None = None
     call: Call | None = None
     claim: Claim = ()
     wants_grad = False
+    known = sharing.check is None or isinstance(sharing.check, bool)
     try:
+        if not known:
+            got = repr(sharing.check)
+            raise OptionError(message("check", "True, False or None", got, "None decides by the device."))
+        options = read_options(function, given)
         call = Call(place, function, q, k, v, options, sharing.method, order)
         claim, wants_grad = call.claim(), call.wants_grad()
     except Exception as error:
@@ -129,7 +134,7 @@ def begin(
         refusal,
         length=0 if call is None else call.checked.problem.length,
         need_lengths=call is not None and call.offsets is not None,
-        check=sharing.check,
+        check=sharing.check if known else None,
     )
     assert call is not None
     return call, session
@@ -159,7 +164,10 @@ class Call:
             own = replace(options, cu_seqlens=None, initial_state=None)
             if options.segment_ids is not None:
                 check_call(function, q, k, v, options, order)  # refuses both
-        for name, x in (("q", q), ("k", k), ("v", v)):
+        state = options.initial_state if isinstance(options.initial_state, tuple) else ()
+        named = {"q": q, "k": k, "v": v}
+        named |= {name: getattr(options, name) for name in ("decay", "log_decay", "scale")}
+        for name, x in (*named.items(), *(("initial_state", x) for x in state)):
             _refuse_followed(name, x)
         self.by_sequence = self.offsets is not None and (options.return_state or options.initial_state is not None)
         self.checked = check_call(function, q, k, v, own, order)
@@ -210,7 +218,7 @@ class Call:
             ("shape of k (batch; d)", f"{batch(k)}; {k.shape[-1]}"),
             ("shape of v (batch; dv)", f"{batch(v)}; {v.shape[-1]}"),
             ("dtype of q, k, v", ", ".join(arrays.dtype_name(x.dtype) for x in (q, k, v))),
-            ("decay", f"{options.decay}" if arrays.is_number(options.decay) else _presence(options.decay)),
+            ("decay", f"{float(options.decay)}" if arrays.is_number(options.decay) else _presence(options.decay)),
             ("log_decay", _presence(options.log_decay)),
             ("shape of decays (batch)", batch(problem.log_decay)),
             ("shape of token_mask (batch)", batch(problem.token_mask)),
@@ -293,9 +301,10 @@ class Call:
         """mask="none": what all tokens add up to is read by each."""
         streams = problem.streams(problem.q, problem.k, problem.v, problem.token_mask)
         totals: States = {}
+        sizes = problem.shapes().state  # on every rank: a mask of an empty slice has no say
         for symbol, state, read in steps(problem.program):
             if symbol not in totals:
-                total = streams[state.key].mT @ streams[state.value]
+                total = (streams[state.key].mT @ streams[state.value]).expand(sizes[symbol])
                 sums = {RHO: total.new_ones((1, 1)), symbol: total}
                 added = Term(0, 0, "chain", ((symbol, True, False),)), Term(0, 0, "chain", ((symbol, False, False),))
                 terms: dict[str, tuple[Term, ...]] = {symbol: added}

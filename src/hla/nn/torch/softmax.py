@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hla.errors import DTypeError, ShapeError, message
+from hla.errors import DTypeError, OptionError, ShapeError, message
 from hla.nn.options import check_softmax_sizes
 from hla.nn.torch.checks import check_mask
 from hla.nn.torch.parts import rotate
@@ -81,6 +81,18 @@ class SoftmaxAttention(nn.Module):
         """Xavier's uniform rule."""
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             nn.init.xavier_uniform_(projection.weight)
+
+    @property
+    def process_group(self) -> None:
+        """None: it sees whole sequences only."""
+
+    @process_group.setter
+    def process_group(self, group: None) -> None:
+        if group is not None:
+            raise OptionError(
+                message("process_group", "None for softmax attention, which takes whole sequences", f"{group!r:.60}",
+                        "Use layers of higher-order attention alone where a sequence is spread over processes.")
+            )  # fmt: skip
 
     def init_state(self, batch: int) -> SoftmaxState:
         """The state before the first token."""
