@@ -111,6 +111,11 @@ class HLAConfig(PretrainedConfig):
                 raise OptionError(message(name, "a known field", "another name", f"Did you mean {close[0]}?"))
         if not is_number(self.rms_norm_eps) or not 0 < self.rms_norm_eps < math.inf:
             raise OptionError(message("rms_norm_eps", "a small number > 0", repr(self.rms_norm_eps), "1e-6 is usual."))
+        for name in ("d_model", "num_heads", "num_kv_heads", "operator", "causal"):
+            if isinstance(self.attention, dict) and name in self.attention:
+                raise OptionError(
+                    message("attention", "options that the model does not set itself", name, _ELSEWHERE[name])
+                )
         told = self.to_model_config()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
