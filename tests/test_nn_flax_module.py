@@ -168,6 +168,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from flax import nnx
 from hla.nn.flax import HigherOrderAttention
+jax.config.update("jax_disable_most_optimizations", True)
 layer = HigherOrderAttention(12, 2, operator="linear_attention", rotary=True, rngs=nnx.Rngs(0))
 graph, weights = nnx.split(layer)
 x = np.random.default_rng(0).normal(size=(4, 7, 12)).astype(np.float32)

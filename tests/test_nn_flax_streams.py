@@ -59,7 +59,7 @@ def test_steps(options: dict[str, Any]) -> None:
 
 def test_pieces() -> None:
     """Whole, in pieces, an empty one among them, and by steps: outputs and states."""
-    layer, x = make(RICH), tokens()
+    layer, x = make(RICH), tokens()[:, :10]  # two equal pieces are one program
     call, steps = compiled(layer)
     whole, last = call(x)
     y, state = call(x[:, :5], layer.init_state(BATCH))
@@ -187,24 +187,24 @@ def test_packed_states() -> None:
     call, steps = compiled(layer)
     rows = tokens(shape=(3, 9, D_MODEL))
     want, last = call(rows)
-    one = np.concatenate([rows[0, :4], rows[2, :6]])[None]
-    y, state = call(one, cu_seqlens=np.array([0, 4, 4, 10]))
+    one = np.concatenate([rows[0, :4], rows[2, :7]])[None]
+    y, state = call(one, layer.init_state(3), cu_seqlens=np.array([0, 4, 4, 11]))
     assert state.batch == 3
     assert [s.shape for s in state.arrays()] == [s.shape for s in layer.init_state(3).arrays()]
-    assert state.position.tolist() == [4, 0, 6]
-    # the rest: two tokens of the first and third, all but one of the second, packed; then one token each
-    rest = np.concatenate([rows[0, 4:6], rows[1, 0:8], rows[2, 6:8]])[None]
-    z, state = call(rest, state, cu_seqlens=np.array([0, 2, 10, 12]))
+    assert state.position.tolist() == [4, 0, 7]
+    # the rest: two tokens of the first, one of the third, all but one of the second, packed; then one token each
+    rest = np.concatenate([rows[0, 4:6], rows[1, 0:8], rows[2, 7:8]])[None]
+    z, state = call(rest, state, cu_seqlens=np.array([0, 2, 10, 11]))
     assert state.position.tolist() == [6, 8, 8]
     places = [6, 8, 8]
     end, state = steps(rows[np.arange(3), places][:, None], state)
     bound = allowed(layer, RICH, rows)
     for found, row, part in (
         (y[0, 0:4], 0, slice(0, 4)),
-        (y[0, 4:10], 2, slice(0, 6)),
+        (y[0, 4:11], 2, slice(0, 7)),
         (z[0, 0:2], 0, slice(4, 6)),
         (z[0, 2:10], 1, slice(0, 8)),
-        (z[0, 10:12], 2, slice(6, 8)),
+        (z[0, 10:11], 2, slice(7, 8)),
         *((end[n, 0], n, place) for n, place in enumerate(places)),
     ):
         assert_close(found, want[row, part], bound[row, part])
