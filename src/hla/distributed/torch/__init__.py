@@ -2,8 +2,8 @@
 
 The functions are the operators of `hla`, on the slice of this rank. The slices lie in the order of the ranks of a
 group; they may differ in length and be empty. All ranks call together, with the same options; all of them must call
-`backward` too, on anything that comes from the results (``(o * 0).sum()`` will do), as each exchange has its
-counterpart there.
+`backward` too, in the same order, on something that comes from each call's results (``(o * 0).sum()`` will do), as each
+exchange has its counterpart there.
 
 Args of all functions, beside those of the operators:
     group: a ProcessGroup, a DeviceMesh of one dimension, (mesh, name of a dimension), or None for the default group.
@@ -12,7 +12,8 @@ Args of all functions, beside those of the operators:
         `hla.distributed.rounds`.
     check: compare the calls of all ranks first, so that different sizes or options are an error on all of them: 1 KiB
         and one more round. True: in each call. False: never. None: in each call on CPU; on accelerators, where hearing
-        the others means to wait for the device, when a call is new to this process.
+        the others means to wait for the device, when a call is new to this process; known calls that differ between
+        ranks are not found there. The same on every rank. Values of tensors are not compared.
 
 And what differs from the operators:
     log_decay, token_mask, segment_ids: of the slice. Ids are those of the whole: a sequence goes on in the next slice
@@ -23,8 +24,9 @@ And what differs from the operators:
 
 Gradients of what every rank holds (decay, scale, the initial state) are this rank's part: they add up over the group
 to the gradient. That of the initial state is all on rank 0. Outputs require a gradient where an input of any rank does
-(where the ranks do not compare their calls: wherever gradients are recorded). Derivatives of derivatives work, on
-backends that have them. Forward-mode derivatives and `torch.func` are refused.
+(where the ranks do not compare their calls: wherever gradients are recorded).
+Derivatives of derivatives work, on backends that have them, where all ranks ask for the gradients of the same inputs.
+Forward-mode derivatives and `torch.func` are refused.
 """
 
 from __future__ import annotations
