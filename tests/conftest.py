@@ -114,7 +114,7 @@ ONCE = ("concurrency", "cost", "errata", "imports", "memory", "public_api")
 LONG = ("errors", "forms", "inputs", "nonfinite", "packing", "reference")
 COMPILED = ("gradients", "paper", "scan", "segments", "states", "storage")
 SAMPLED = {
-    "strict": dict.fromkeys(LONG, 3),
+    "strict": dict.fromkeys((*LONG, "segments", "states"), 3),
     "jax": {**dict.fromkeys(LONG, 12), **dict.fromkeys(COMPILED, 3)},
     "cupy": dict.fromkeys((*LONG, "gradients", "states"), 4),
 }
