@@ -189,3 +189,8 @@ def operator_module(rank: int, size: int) -> None:
     attend = HigherOrderOperator("hla2", decay=0.9, process_group=dist.group.WORLD)
     wanted = hla.hla2(q, k, v, decay=0.9)
     assert error(attend(q[:, part], k[:, part], v[:, part]), wanted[:, part], wanted) < CLOSE
+    odd = rank == 1
+    state = attend.init_state((B + odd,), 4, 5, dtype=torch.float64)
+    expect(hla.ShapeError if odd else hla.OptionError, "", lambda: attend(q, k, v, state))
+    twice = torch.tensor(0.5, dtype=torch.float64) if odd else None
+    expect(hla.OptionError, "rank 1" if not odd else "decay=0.9", lambda: attend(q, k, v, decay=twice))

@@ -89,17 +89,21 @@ class Sharing:
     check: bool | None = None
     session: Session | None = None
     """of a layer, which has compared the calls"""
+    refusal: Exception | None = None
+    """what a caller has found wrong on this rank, which the others have to hear"""
 
 
 def run(
     function: str, q: Any, k: Any, v: Any, given: dict[str, Any], sharing: Sharing, order: int | None = None
 ) -> Any:
     """An operator on this rank's slice."""
+    session = sharing.session
+    if sharing.refusal is not None and (session is not None or arrays.is_compiling()):
+        raise sharing.refusal
     if arrays.is_compiling():
         from hla.distributed.torch import compilation
 
         return compilation.call(function, q, k, v, given, sharing, order)
-    session = sharing.session
     if session is not None:
         options = read_options(function, given)
         return Call(session.place, function, q, k, v, options, sharing.method, order).run(session)
@@ -121,6 +125,8 @@ def begin(
         if not known:
             got = repr(sharing.check)
             raise OptionError(message("check", "True, False or None", got, "None decides by the device."))
+        if sharing.refusal is not None:
+            raise sharing.refusal
         options = read_options(function, given)
         call = Call(place, function, q, k, v, options, sharing.method, order)
         claim, wants_grad = call.claim(), call.wants_grad()

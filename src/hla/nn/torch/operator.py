@@ -121,13 +121,8 @@ class HigherOrderOperator(nn.Module):
         Raises:
             OptionError, ShapeError, DTypeError: as the operators; a state of another batch is a ShapeError.
         """
-        options = self.options
-        if state is not None:
-            axes = [tuple(x.movedim(axis, -2).shape[:-2]) for x in (q, k, v)]
-            batch = arrays.broadcast_shapes(*axes)
-            check_batch(state, batch if cu_seqlens is None else (len(cu_seqlens) - 1, *batch))
-        given = {
-            **self._shared(decay, log_decay, token_mask),
+        options, group = self.options, self.process_group
+        given: dict[str, Any] = {
             "cu_seqlens": cu_seqlens,
             "initial_state": state,
             "return_state": return_state,
@@ -135,12 +130,18 @@ class HigherOrderOperator(nn.Module):
             "form": options.form,
             "chunk_size": options.chunk_size,
         }
-        group = self.process_group
         if group is None:
-            return getattr(hla, options.operator)(q, k, v, **given)
+            self._check_state(q, k, v, state, cu_seqlens, axis)
+            return getattr(hla, options.operator)(q, k, v, **self._shared(decay, log_decay, token_mask), **given)
         from hla.distributed.torch.operators import Sharing, run
 
-        return run(options.operator, q, k, v, given, Sharing(group, session=session))
+        refusal: Exception | None = None
+        try:
+            self._check_state(q, k, v, state, cu_seqlens, axis)
+            given |= self._shared(decay, log_decay, token_mask)
+        except Exception as error:  # the other ranks have to hear of it
+            refusal = error
+        return run(options.operator, q, k, v, given, Sharing(group, session=session, refusal=refusal))
 
     def step(
         self,
@@ -194,6 +195,12 @@ class HigherOrderOperator(nn.Module):
             normalize=options.normalize,
             ridge=options.ridge,
         )
+
+    def _check_state(self, q: Tensor, k: Tensor, v: Tensor, state: Any, cu_seqlens: Tensor | None, axis: int) -> None:
+        if state is not None:
+            axes = [tuple(x.movedim(axis, -2).shape[:-2]) for x in (q, k, v)]
+            batch = arrays.broadcast_shapes(*axes)
+            check_batch(state, batch if cu_seqlens is None else (len(cu_seqlens) - 1, *batch))
 
     def _shared(self, decay: Tensor | None, log_decay: Tensor | None, token_mask: Tensor | None) -> dict[str, Any]:
         """The keywords that the operators and `hla.step` have in common."""
