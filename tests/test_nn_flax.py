@@ -179,6 +179,21 @@ def test_gradients_are_those_of_torch(options: dict[str, Any], causal: bool) -> 
     compare_with_torch(options, causal=causal, gradients=True)
 
 
+@pytest.mark.parametrize("options", [RICH, CALLED[0]], ids=layers.name_of)
+def test_steps_are_those_of_torch(options: dict[str, Any]) -> None:
+    layer, x = make(options), tokens()
+    other = in_torch(to_torch(layer), options, True)
+    bound = allowed(layer, options, x)
+    state, last = layer.init_state(BATCH), other.init_state(BATCH)
+    step = jax.jit(lambda x_t, state: layer.step(x_t, state))
+    for t in range(7):
+        y, state = step(x[:, t], state)
+        with torch.no_grad():
+            want, last = other.step(torch.from_numpy(x[:, t]), last)
+        assert_close(y, want, bound[:, t], f"step {t}")
+    assert_same_state(state, last)
+
+
 def test_every_choice_is_compared() -> None:
     def choices(options: dict[str, Any]) -> set[str]:
         numbers = isinstance(options["decay"], list)
