@@ -10,10 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import ModuleType
@@ -351,16 +350,23 @@ def test_best_rate_by_validation(recall: ModuleType, tmp_path: Path) -> None:
     assert (group["control"], group["valid"]) == (0.5, True)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals to a group of processes")
 def test_interrupt_that_reaches_the_processes_first(
     recall: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(*_: Any) -> None:
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-        raise BrokenProcessPool
+    """The pool is broken, and Ctrl-C comes while the example waits for what broke it."""
 
-    monkeypatch.setattr(recall, "run", broken)
-    assert recall.main(words(tmp_path, task="mqar:2:6", mixer="softmax", lr=0.01, seeds=1, steps=20)) == 130
+    def raising(error: type[BaseException]) -> Callable[..., None]:
+        def function(*_: Any) -> None:
+            raise error
+
+        return function
+
+    monkeypatch.setattr(recall, "run", raising(BrokenProcessPool))
+    command = words(tmp_path, task="mqar:2:6", mixer="softmax", lr=0.01, seeds=1, steps=20)
+    with pytest.raises(SystemExit, match="a process was killed"):
+        recall.main(command)
+    monkeypatch.setattr(recall.time, "sleep", raising(KeyboardInterrupt))
+    assert recall.main(command) == 130
     assert capsys.readouterr().err.startswith("stopped")
 
 
