@@ -415,10 +415,10 @@ def progress(done: int, total: int) -> Iterator[Callable[[int, str], object]]:
         yield lambda count, words: bar.update(task, completed=count, words=words)
 
 
-def worker() -> None:
-    """What a process does first: one thread, and Ctrl-C ends it without a word."""
+def worker(heeds: bool) -> None:
+    """What a process does first: one thread, and Ctrl-C ends it without a word, unless the whole command ignores it."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL if heeds else signal.SIG_IGN)
 
 
 def finished(todo: list[Cell], at_once: int) -> Iterator[dict[str, Any]]:
@@ -427,7 +427,8 @@ def finished(todo: list[Cell], at_once: int) -> Iterator[dict[str, Any]]:
         torch.set_num_threads(1)
         yield from map(train, todo)
         return
-    with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), worker) as pool:
+    heeds = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # a shell's background jobs do not
+    with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), worker, (heeds,)) as pool:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what processes inherit that are not ready for it
         futures = [pool.submit(train, cell) for cell in todo]
         signal.signal(signal.SIGINT, before)

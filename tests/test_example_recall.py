@@ -49,12 +49,17 @@ def words(out: Path, **told: Any) -> list[str]:
     return [x for name, value in given.items() for x in (f"--{name}", str(value))]
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
+def start(command: list[str], ignoring: bool = False) -> subprocess.Popen[str]:
+    """`ignoring`: Ctrl-C, as what a shell starts in the background; whatever these tests have been started by."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
     environment.pop("HLA_BACKEND", None)
     command = [sys.executable, str(SCRIPT), *command]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, env=environment, start_new_session=os.name == "posix", **pipes)
+    handler = signal.SIG_IGN if ignoring else signal.SIG_DFL
+    more: dict[str, Any] = {}
+    if os.name == "posix":
+        more = {"start_new_session": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, handler)}
+    return subprocess.Popen(command, text=True, env=environment, **pipes, **more)
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
@@ -348,6 +353,20 @@ def test_best_rate_by_validation(recall: ModuleType, tmp_path: Path) -> None:
     assert (row["lr"], row["test"], row["least"], row["most"]) == (0.3, 0.5, 0.3, 0.7)
     assert row["validation"] == pytest.approx({"0.1": 0.55, "0.3": 0.65})
     assert (group["control"], group["valid"]) == (0.5, True)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals to a group of processes")
+def test_in_the_background_nothing_is_interrupted(tmp_path: Path) -> None:
+    command = words(tmp_path, task="mqar:2:6", mixer="softmax", lr=0.01, seeds=4, steps=20, threads=2)
+    process, deadline = start(command, ignoring=True), time.monotonic() + 100
+    while not (tmp_path / "results.json").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGINT)
+    err = process.communicate(timeout=100)[1]
+    assert process.returncode == 0, err
+    assert len(json.loads((tmp_path / "results.json").read_text())["cells"]) == 4
 
 
 def test_interrupt_that_reaches_the_processes_first(
