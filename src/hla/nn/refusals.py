@@ -23,6 +23,17 @@ def other_layer(name: str, expected: Any, got: Any) -> OptionError:
     )
 
 
+def check_field_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """Errors unless an array of a state has this shape, batch first."""
+    if found[1:] != wanted[1:] or len(found) != len(wanted):
+        raise other_layer(name, f"(B, {', '.join(map(str, wanted[1:]))})", found)
+    if found[0] != wanted[0]:
+        raise ShapeError(
+            message(f"state.{name}", f"a batch of {wanted[0]}, as x", f"{found[0]}",
+                    "Use a state for this batch: init_state(batch), or state.reorder(index).")
+        )  # fmt: skip
+
+
 def check_known_offsets(known: Sequence[int], length: int) -> None:
     """OptionError unless offsets of packed sequences run from 0 to the length."""
     if known[0] != 0 or known[-1] != length:

@@ -12,7 +12,7 @@ from jax import Array
 
 from hla import arrays
 from hla.errors import DTypeError, OptionError, ShapeError, message
-from hla.nn.refusals import check_known_offsets, other_layer
+from hla.nn.refusals import check_field_shape, check_known_offsets
 
 
 def read_dtype(name: str, dtype: Any) -> Any:
@@ -115,13 +115,7 @@ def check_index(index: Any, batch: int) -> None:
 def check_field(name: str, found: Any, shape: tuple[int, ...], dtype: Any) -> None:
     """Errors unless an array of a state has this shape, batch first, and dtype."""
     found = as_array(f"state.{name}", found, "Restore the state as arrays.")
-    if tuple(found.shape[1:]) != shape[1:] or found.ndim != len(shape):
-        raise other_layer(name, f"(B, {', '.join(map(str, shape[1:]))})", tuple(found.shape))
-    if found.shape[0] != shape[0]:
-        raise ShapeError(
-            message(f"state.{name}", f"a batch of {shape[0]}, as x", f"{found.shape[0]}",
-                    "Use a state for this batch: init_state(batch), or state.reorder(index).")
-        )  # fmt: skip
+    check_field_shape(name, tuple(found.shape), shape)
     if found.dtype != dtype:
         raise DTypeError(
             message(f"state.{name}", jnp.dtype(dtype).name, found.dtype.name, "States keep the dtype they came in.")

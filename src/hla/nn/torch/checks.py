@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hla import arrays
 from hla.errors import DTypeError, MixedArrayError, OptionError, ShapeError, message
-from hla.nn.refusals import check_known_offsets, other_layer
+from hla.nn.refusals import check_field_shape, check_known_offsets
 
 
 def is_cast(x: Tensor, own: torch.dtype) -> bool:
@@ -103,13 +103,7 @@ def check_offsets(offsets: Any, x: Tensor, *, slice_only: bool = False) -> int:
 
 def check_field(name: str, found: Tensor, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> None:
     """Errors unless a tensor of a state has this shape, batch first, and dtype, and is beside x."""
-    if tuple(found.shape[1:]) != shape[1:] or found.ndim != len(shape):
-        raise other_layer(name, f"(B, {', '.join(map(str, shape[1:]))})", tuple(found.shape))
-    if found.shape[0] != shape[0]:
-        raise ShapeError(
-            message(f"state.{name}", f"a batch of {shape[0]}, as x", f"{found.shape[0]}",
-                    "Use a state for this batch: init_state(batch), or state.reorder(index).")
-        )  # fmt: skip
+    check_field_shape(name, tuple(found.shape), shape)
     if found.dtype != dtype:
         raise DTypeError(message(f"state.{name}", f"{dtype}", f"{found.dtype}", "States keep the dtype they came in."))
     if found.device != x.device:
