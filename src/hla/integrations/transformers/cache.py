@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hla.arrays import is_integer, is_traced
 from hla.errors import DTypeError, OptionError, ShapeError, message
+from hla.nn.torch.checks import check_index
 
 
 class HLACacheLayer(CacheLayerMixin):
@@ -145,19 +146,20 @@ class HLACache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """The sequences that `beam_idx` names, in its order."""
-        _check_index("beam_idx", beam_idx, self.batch_size)
+        check_index(beam_idx, self._known_batch(), "beam_idx")
         super().reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """The sequences that `indices` names, or for which it is True."""
         if isinstance(indices, Tensor) and indices.dtype == torch.bool:
-            if self.batch_size >= 0 and indices.shape != (self.batch_size,):
+            batch = self._known_batch()
+            if batch is not None and indices.shape != (batch,):
                 raise ShapeError(
-                    message("indices", f"shape ({self.batch_size},)", f"{tuple(indices.shape)}",
+                    message("indices", f"shape ({batch},)", f"{tuple(indices.shape)}",
                             "One entry for each sequence of the cache.")
                 )  # fmt: skip
         else:
-            _check_index("indices", indices, self.batch_size)
+            check_index(indices, self._known_batch(), "indices")
         super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -166,18 +168,10 @@ class HLACache(Cache):
             raise OptionError(message("repeats", "an integer ≥ 1", repr(repeats), "How many of each sequence."))
         super().batch_repeat_interleave(repeats)
 
-
-def _check_index(name: str, index: Any, batch: int) -> None:
-    """Errors unless it names sequences of a batch; −1 is a batch that is not known yet."""
-    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
-        got = f"{index.dtype}" if isinstance(index, Tensor) else type(index).__name__
-        raise DTypeError(message(name, "an int64 or int32 tensor", got, "Pass torch.tensor([…])."))
-    if index.ndim != 1:
-        raise ShapeError(message(name, "shape (sequences,)", f"{tuple(index.shape)}", "One number for each."))
-    if batch >= 0 and not is_traced(index) and bool(((index < 0) | (index >= batch)).any()):
-        raise OptionError(
-            message(name, f"numbers from 0 to {batch - 1}", f"{index.tolist()}", "The cache has no other sequences.")
-        )
+    def _known_batch(self) -> int | None:
+        """None before the first token."""
+        batch: int = self.batch_size
+        return None if batch < 0 else batch
 
 
 def _alone(x: Tensor) -> Tensor:

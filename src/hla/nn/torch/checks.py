@@ -30,16 +30,16 @@ def check_dtype(dtype: Any) -> None:
         )
 
 
-def check_index(index: Any, batch: int) -> None:
-    """Errors unless these are numbers of entries of a batch."""
+def check_index(index: Any, batch: int | None, name: str = "index") -> None:
+    """Errors unless these are numbers of entries of a batch, which is None where it is not known yet."""
     if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
         got = f"{index.dtype}" if isinstance(index, Tensor) else type(index).__name__
-        raise DTypeError(message("index", "an int64 or int32 tensor", got, "Convert it, e.g. torch.as_tensor."))
+        raise DTypeError(message(name, "an int64 or int32 tensor", got, "Convert it, e.g. torch.as_tensor."))
     if index.ndim != 1:
-        raise ShapeError(message("index", "shape (N,)", f"{tuple(index.shape)}", "One number for each new entry."))
-    if outside := _outside(index, batch):
+        raise ShapeError(message(name, "shape (N,)", f"{tuple(index.shape)}", "One number for each new entry."))
+    if batch is not None and (outside := _outside(index, batch)):
         raise OptionError(
-            message("index", f"entries of a batch of {batch}, from 0", outside, "Pass numbers below the batch.")
+            message(name, f"entries of a batch of {batch}, from 0", outside, "Pass numbers below the batch.")
         )
 
 
