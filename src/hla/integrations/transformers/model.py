@@ -14,8 +14,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from hla import arrays
 from hla.errors import DTypeError, OptionError, ShapeError, message
+from hla.integrations.transformers import packing
 from hla.integrations.transformers.cache import HLACache
 from hla.integrations.transformers.config import HLAConfig
+from hla.integrations.transformers.packing import Told
 from hla.nn.torch.decoder import STD, Block, Decoder
 from hla.nn.torch.parts import RMSNorm
 
@@ -27,7 +29,23 @@ _RENAMED = (("embedding.", "model.embed_tokens."), ("blocks.", "model.layers."),
 
 
 class HLALayer(GradientCheckpointingLayer, Block):
-    """A block of the decoder that can be checkpointed."""
+    """A block of the decoder that can be checkpointed, and takes packed sequences."""
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        return_state: bool = False,
+        key_padding_mask: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """As a block; with the offsets of packed sequences x is (1, T, hidden_size), and there is no state."""
+        if offsets is None:
+            return Block.forward(self, x, state, return_state, key_padding_mask)
+        y = packing.attend(self.attention, self.attention_norm(x).to(x.dtype), offsets)
+        x = x + functional.dropout(y, self.dropout, self.training)
+        y = self.mlp(self.mlp_norm(x).to(x.dtype))
+        return x + functional.dropout(y, self.dropout, self.training), None
 
 
 class HLAPreTrainedModel(PreTrainedModel):
@@ -97,6 +115,12 @@ class HLAModel(HLAPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         cache: HLACache | None = None,
+        position_ids: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Hidden states behind the last norm.
@@ -108,11 +132,19 @@ class HLAModel(HLAPreTrainedModel):
             past_key_values: an `HLACache`, which is advanced; Transformers calls it `cache` from 5.24 on, and both
                 names are taken.
             inputs_embeds: (B, T, hidden_size), in place of `input_ids`.
-            use_cache: return a cache; by default as the config says, but not in training.
+            use_cache: return a cache; by default as the config says, but not in training or for packed sequences.
             output_hidden_states: return those before each block and the last, too.
             return_dict: False for a tuple.
             cache: see `past_key_values`.
-            **kwargs: none that has a value, except `position_ids` that count the tokens, as they are counted anyway.
+            position_ids: int (B, T) or (1, T), how many tokens come before each, as they are counted anyway. Without
+                mask and cache they may start anew at 0: then several sequences are packed in a row.
+            cu_seq_lens_q: int (N + 1,), cumulative lengths of packed sequences, of all rows one after another; as
+                `position_ids`, if they are given, too.
+            cu_seq_lens_k: the same once more.
+            max_length_q: not needed; no less than the longest sequence.
+            max_length_k: see `max_length_q`.
+            seq_idx: int (B, T), the number of the packed sequence of each token.
+            **kwargs: none that has a value.
 
         Raises:
             OptionError, ShapeError, DTypeError, TypeError: what the model cannot do, or does not know.
@@ -129,8 +161,23 @@ class HLAModel(HLAPreTrainedModel):
             raise ShapeError(
                 message("input_ids", "shape (B, T)", f"{tuple(x.shape[:-1])}", "One row for each sequence.")
             )
-        skipped = _skipped(attention_mask, x, cache)
-        _check_others(kwargs, skipped, cache, x)
+        _check_others(kwargs)
+        told = Told(position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx)
+        rows, columns = x.shape[:2]
+        skipped = offsets = None
+        if cache is None and attention_mask is None:
+            offsets = packing.read(told, rows, columns)
+        else:
+            packing.refuse_beside("a cache" if attention_mask is None else "an attention_mask", told)
+            skipped = _skipped(attention_mask, x, cache)
+            _check_positions(position_ids, skipped, cache, x)
+        if offsets is not None:
+            if use_cache:
+                raise OptionError(
+                    message("use_cache", "False for packed sequences", "True", "A cache has one sequence for each row.")
+                )
+            use_cache = False
+            x = x.reshape(1, rows * columns, -1)
         use_cache = (config.use_cache and not self.training) if use_cache is None else use_cache
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if cache is None and use_cache:
@@ -145,14 +192,16 @@ class HLAModel(HLAPreTrainedModel):
         hidden = [x]
         for i, layer in enumerate(self.layers):
             before = None if cache is None else cache.layers[i].state
-            x, after = layer(x, before, cache is not None, skipped)
+            x, after = layer(x, before, cache is not None, skipped, offsets)
             if cache is not None:
                 cache.layers[i].advance(after, x.shape[1])
             hidden.append(x)
-        x = self.norm(x).to(x.dtype)
+        hidden[-1] = self.norm(x).to(x.dtype)
+        if offsets is not None:
+            hidden = [x.view(rows, columns, -1) for x in hidden]
         found = BaseModelOutputWithPast(
-            last_hidden_state=x,
-            hidden_states=(*hidden[:-1], x) if output_hidden_states else None,
+            last_hidden_state=hidden[-1],
+            hidden_states=tuple(hidden) if output_hidden_states else None,
             **{CACHE: cache if use_cache else None},
         )
         return found if _returns_dict(config, return_dict) else found.to_tuple()
@@ -196,6 +245,12 @@ class HLAForCausalLM(HLAPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cache: HLACache | None = None,
+        position_ids: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Logits, and the loss where there are labels.
@@ -205,19 +260,34 @@ class HLAForCausalLM(HLAPreTrainedModel, GenerationMixin):
             attention_mask: see `input_ids`.
             past_key_values: see `input_ids`.
             inputs_embeds: see `input_ids`.
-            labels: int64 (B, T), the tokens themselves; −100 where there is no loss. They are shifted here.
+            labels: int64 (B, T), the tokens themselves; −100 where there is no loss. They are shifted here, and no
+                token is expected to say the first one of another packed sequence.
             use_cache: see `input_ids`.
             output_hidden_states: see `input_ids`.
             return_dict: see `input_ids`.
             logits_to_keep: the last so many columns, 0 for all; or the indices of columns. Not beside labels.
             cache: see `input_ids`.
-            **kwargs: as for `HLAModel`; beside them `num_items_in_batch`, by which the sum of losses is divided.
+            position_ids: see `input_ids`; from here on they tell of packed sequences.
+            cu_seq_lens_q: see `input_ids`.
+            cu_seq_lens_k: see `input_ids`.
+            max_length_q: see `input_ids`.
+            max_length_k: see `input_ids`.
+            seq_idx: see `input_ids`.
+            **kwargs: `num_items_in_batch`, by which the sum of losses is divided, and none else that has a value.
 
         Raises:
             OptionError, ShapeError, DTypeError, TypeError: as `HLAModel`.
         """
+        cache = _one_cache(cache, past_key_values)
+        told = Told(position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx)
         if labels is not None:
             _check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds, logits_to_keep)
+            if cache is None and attention_mask is None and labels.ndim == 2:
+                rows, columns = labels.shape
+                offsets = packing.read(told, rows, columns)
+                told = Told(cu_seq_lens_q=offsets)
+                if offsets is not None:
+                    labels = labels.masked_fill(packing.starts(offsets, rows, columns, labels.device), -100)
         loss_options = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         found = self.model(
             input_ids=input_ids,
@@ -226,7 +296,8 @@ class HLAForCausalLM(HLAPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
-            cache=_one_cache(cache, past_key_values),
+            cache=cache,
+            **told._asdict(),
             **kwargs,
         )
         x = found.last_hidden_state
@@ -286,6 +357,9 @@ class HLAForCausalLM(HLAPreTrainedModel, GenerationMixin):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
+
+    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """None: the model counts tokens, and looking at positions would wait for the device at each token."""
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -367,7 +441,7 @@ def _check_mask(mask: Tensor) -> bool:
     if bool(((mask != 1) & (mask != 0)).any()):
         raise OptionError(
             message("attention_mask", "1 for tokens and 0 for padding", f"{sorted(set(mask.flatten().tolist()))[:5]}",
-                    "The model takes no packed sequences, and no other masks.")
+                    "The model knows no other masks. Packed sequences are told by position_ids, without a mask.")
         )  # fmt: skip
     return True
 
@@ -398,27 +472,32 @@ def _check_labels(labels: Any, tokens: Any, logits_to_keep: Any) -> None:
         )
 
 
-def _check_others(kwargs: dict[str, Any], skipped: Tensor | None, cache: HLACache | None, x: Tensor) -> None:
-    """Errors for what would change nothing, or something else than it says."""
-    positions = kwargs.pop("position_ids", None)
+def _check_others(kwargs: dict[str, Any]) -> None:
+    """Errors for what would change nothing."""
     for name, value in kwargs.items():
         if name == "output_attentions":
             if value:
                 raise OptionError(message(name, "False", "True", "There are no attention weights."))
         elif value is not None:
             raise TypeError(message(name, "no such argument", type(value).__name__, "The model does not know it."))
+
+
+def _check_positions(positions: Any, skipped: Tensor | None, cache: Any, x: Tensor) -> None:
+    """Errors for positions beside a mask or a cache that do not count the tokens."""
     if positions is None:
         return
     refused = OptionError(
         message("position_ids", "none, or the number of tokens before each", "others",
-                "The model counts tokens itself. It takes no packed sequences: pad them, or use cu_seqlens of "
-                "hla.nn.torch.HigherOrderAttention.")
+                "The model counts tokens itself. Packed sequences go without attention_mask and cache "
+                "(use_cache=False).")
     )  # fmt: skip
-    if arrays.is_traced(positions):
+    if not isinstance(positions, Tensor) or positions.ndim != 2 or arrays.is_traced(positions):
         raise refused
     present = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if skipped is None else ~skipped
     state = None if cache is None or not isinstance(cache, HLACache) else cache.layers[0].state
     before = present.new_zeros(x.shape[0], dtype=torch.int64) if state is None else state.position
     counted = before[:, None] + present.cumsum(1) - 1
-    if positions.shape[-1] != x.shape[1] or bool(((positions.to(x.device) != counted) & present).any()):
+    if positions.shape[0] not in (1, x.shape[0]) or positions.shape[1] != x.shape[1]:
+        raise refused
+    if bool(((positions.to(x.device) != counted) & present).any()):
         raise refused
