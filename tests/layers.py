@@ -66,6 +66,46 @@ MASKS = {
 """Of two rows; 1 is padding."""
 OFFSETS = [0, 3, 3, 4, 9, 11, 11]
 """Of packed sequences, empty ones among them."""
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"d_model": 14}, "d_model=14, got d_model=13"),
+    ({"num_heads": 3}, "num_heads=3, got num_heads=6"),
+    ({"num_kv_heads": 3}, "num_kv_heads=3, got num_kv_heads=6"),
+    ({"head_dim": 10}, "head_dim=10, got head_dim=8"),
+    ({"value_dim": 5}, "value_dim=5, got value_dim=7"),
+    (
+        {"operator": "ahla"},
+        "operators=('ahla', 'ahla', 'ahla', 'ahla', 'ahla', 'ahla'), got operators=('hla2', 'hla2',",
+    ),
+    ({"operator": MIXED}, "operators=('hla2', 'ahla', 'hla2', 'hla3', 'linear_attention', 'hla2'), got operators="),
+    ({"decay": "learned"}, "decay='learned', got decay='forget_gate'"),
+    ({"decay": None}, "decay=None, got decay='forget_gate'"),
+    ({"decay": 0.9}, "decay=(0.9, 0.9, 0.9, 0.9, 0.9, 0.9), got decay='forget_gate'"),
+    ({"qk_norm": "l2", "scale": 8**-0.5}, "qk_norm='l2', got qk_norm='rms'"),
+    ({"qk_norm": None}, "qk_norm=None, got qk_norm='rms'"),
+    ({"feature_map": "relu"}, "feature_map='relu', got feature_map='identity'"),
+    ({"conv_size": None}, "conv_size=None, got conv_size=4"),
+    ({"conv_size": 3}, "conv_size=3, got conv_size=4"),
+    ({"rotary": True}, "rotary=True, got rotary=False"),
+    ({"rotary_base": 500.0}, "rotary_base=500.0, got rotary_base=10000.0"),
+    ({"output_norm": False}, "output_norm=False, got output_norm=True"),
+    ({"output_gate": False}, "output_gate=False, got output_gate=True"),
+    ({"norm_eps": 1e-5}, "norm_eps=1e-05, got norm_eps=1e-06"),
+    ({"normalize": True}, "normalize=True, got normalize=False"),
+    ({"eps": 1e-5}, "eps=1e-05, got eps=1e-06"),
+    ({"ridge": 0.1}, "ridge=0.1, got ridge=0.0"),
+    ({"scale": 0.5}, "scale=0.5, got scale=0.35"),
+    ({"bias": True}, "bias=True, got bias=False"),
+]
+"""Options of a layer that does not take the states of one without them, and what its error says."""
+SAME: list[dict[str, Any]] = [
+    {"form": "recurrent"},
+    {"chunk_size": 4},
+    {"dropout": 0.1},
+    {"decay_range": (0.5, 0.6)},
+    {"backend": ["torch", "jax"]},
+    {"scale": 8**-0.5, "num_kv_heads": 6},
+]
+"""Options of a layer that does."""
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"d_model": 0}, "d_model: expected an integer ≥ 1, got 0"),
     ({"d_model": 12.0}, "d_model: expected an integer ≥ 1, got 12.0"),

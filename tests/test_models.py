@@ -524,6 +524,23 @@ def test_refused_calls() -> None:
         (hla.DTypeError, "a LayerState", lambda: model(tokens, make(layers="softmax").init_state(2))),
         (hla.ShapeError, "a batch of 2, as x, got 1", lambda: model(tokens, model.init_state(1))),
         (hla.ShapeError, "as x, got 1", lambda: make(layers="softmax")(tokens, make(layers="softmax").init_state(1))),
+        (
+            hla.OptionError,
+            "that of a layer with rotary_base=10000.0, got rotary_base=500.0",
+            lambda: make(layers="softmax")(tokens, make(layers="softmax", rotary_base=500.0).init_state(BATCH)),
+        ),
+        (
+            hla.OptionError,
+            "that of a layer with num_kv_heads=3, got num_kv_heads=1",
+            lambda: make(layers="softmax", num_kv_heads=3)(
+                tokens, make(layers="softmax", num_kv_heads=1).init_state(BATCH)
+            ),
+        ),
+        (
+            hla.MixedArrayError,
+            "tensors on cpu, as x, got meta",
+            lambda: make(layers="softmax")(tokens, make(layers="softmax").init_state(BATCH).to("meta")),
+        ),
         (hla.ShapeError, "key_padding_mask", lambda: make(layers="softmax")(tokens, key_padding_mask=mask[:1])),
         (hla.DTypeError, "key_padding_mask", lambda: make(layers="softmax")(tokens, key_padding_mask=mask.long())),
         (hla.DTypeError, "state: expected a DecoderState, got list", lambda: model(tokens, [1, 2, 3])),

@@ -41,8 +41,16 @@ SIZES = {"head_dim": D, "value_dim": DV}
 
 def make(options: dict[str, Any], *, causal: bool = True, dtype: Any = None, param_dtype: Any = "float64") -> Any:
     """A layer whose parameters are all drawn at random, the biases and norms included."""
-    told = {**SIZES, "causal": causal, "dtype": dtype, "param_dtype": param_dtype, **options}
-    layer = HigherOrderAttention(D_MODEL, HEADS, rngs=nnx.Rngs(5), **told)
+    told = {
+        "d_model": D_MODEL,
+        "num_heads": HEADS,
+        **SIZES,
+        "causal": causal,
+        "dtype": dtype,
+        "param_dtype": param_dtype,
+        **options,
+    }
+    layer = HigherOrderAttention(rngs=nnx.Rngs(5), **told)
     rng = np.random.default_rng(5)
     drawn = {}
     for name, p in to_torch(layer).items():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hla
-from layers import BATCH, CONTRADICTIONS, D_MODEL, MIXED, TOKENS
+from layers import BATCH, CONTRADICTIONS, D_MODEL, OTHERS, SAME, TOKENS
 from libraries import only
 
 jax: Any = only("jax")
@@ -155,30 +155,31 @@ def test_packed_sequences_are_one_row(layer: Any) -> None:
     refused(DTYPE, "cu_seqlens: expected an integer array", lambda: layer(x[:1], cu_seqlens=[0, TOKENS]))
 
 
-OTHERS: list[dict[str, Any]] = [
-    {"operator": "ahla"},
-    {"operator": "hla2", "normalize": True},
-    {"operator": "hla2", "ridge": 0.1},
-    {"operator": "hla2", "num_kv_heads": 3},
-    {"operator": "hla2", "conv_size": None},
-    {"operator": "hla2", "conv_size": 3},
-    {"operator": MIXED},
-    {"operator": [*MIXED[:5], "ahla"]},
-]
+@pytest.mark.parametrize(("options", "says"), OTHERS, ids=[str(told) for told, _ in OTHERS])
+def test_states_of_other_layers(layer: Any, options: dict[str, Any], says: str) -> None:
+    other, x = make({"operator": "hla2", **options}), tokens()
+    y = np.zeros((BATCH, TOKENS, options.get("d_model", D_MODEL)))
+    state = layer.init_state(BATCH)
+    refused(OPTION, f"state: expected that of a layer with {says}", lambda: other(y, state))
+    refused(OPTION, f"state: expected that of a layer with {says}", lambda: jax.jit(other.step)(y[:, 0], state))
+    refused(OPTION, "A state serves only layers with", lambda: layer(x, other.init_state(BATCH)))
 
 
-@pytest.mark.parametrize("options", OTHERS, ids=str)
-def test_states_of_other_layers(layer: Any, options: dict[str, Any]) -> None:
-    other, x = make(options), tokens()
-    for own, state in ((layer, other.init_state(BATCH)), (other, layer.init_state(BATCH))):
-        refused(OPTION, "A state serves only layers with the options that made it", lambda o=own, s=state: o(x, s))
-        refused(OPTION, "A state serves only layers", lambda o=own, s=state: o.step(x[:, 0], s))
+@pytest.mark.parametrize("options", SAME, ids=str)
+def test_states_go_on_where_only_the_way_of_computing_differs(layer: Any, options: dict[str, Any]) -> None:
+    other, x = make({"operator": "hla2", **options}), tokens()
+    other.eval()
+    load_torch(other, to_torch(layer))
+    _, state = layer(x[:, :5], return_state=True)
+    np.testing.assert_allclose(other(x[:, 5:], state), layer(x)[:, 5:], rtol=1e-12, atol=1e-12)
 
 
 def test_states_of_other_sizes(layer: Any) -> None:
     x = tokens()
     wide = HigherOrderAttention(D_MODEL, 6, head_dim=8, value_dim=5, param_dtype="float64", rngs=nnx.Rngs(0))
-    refused(OPTION, "state.corrected_state: expected (B, 6, 1, 8, 7), got", lambda: layer(x, wide.init_state(BATCH)))
+    refused(OPTION, "with value_dim=7, got value_dim=5", lambda: layer(x, wide.init_state(BATCH)))
+    narrow = layer.init_state(BATCH).map(lambda x: x[..., :3])
+    refused(OPTION, "state.key_moment: expected (B, 6, 1, 8, 8), got", lambda: layer(x, narrow))
     for batch in (1, 3):  # one row never serves a whole batch
         state = layer.init_state(batch)
         refused(SHAPE, f"expected a batch of 2, as x, got {batch}", lambda s=state: layer(x, s))

@@ -26,9 +26,8 @@ NAMES = [layers.name_of(options) + ("" if causal else "-bidirectional") for opti
 def make(options: dict[str, Any], *, causal: bool = True, dtype: Any = None) -> Any:
     """A layer whose parameters are all drawn at random, the biases and norms included."""
     torch.manual_seed(5)
-    layer = HigherOrderAttention(
-        D_MODEL, HEADS, head_dim=D, value_dim=DV, causal=causal, dtype=dtype or torch.float64, **options
-    )
+    sizes = {"d_model": D_MODEL, "num_heads": HEADS, "head_dim": D, "value_dim": DV}
+    layer = HigherOrderAttention(**{**sizes, "causal": causal, "dtype": dtype or torch.float64, **options})
     with torch.no_grad():
         for name, p in layer.named_parameters():
             if "norm" in name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 
 import hla
-from layers import BATCH, CONTRADICTIONS, D_MODEL, MIXED, TOKENS
+from layers import BATCH, CONTRADICTIONS, D_MODEL, MIXED, OTHERS, SAME, TOKENS
 from libraries import only
 
 torch: Any = only("torch")
 
-from hla.nn.options import DEFAULTS  # noqa: E402
+from hla.nn.kinds import FREE  # noqa: E402
+from hla.nn.options import DEFAULTS, LayerOptions  # noqa: E402
 from hla.nn.torch import HigherOrderAttention, HigherOrderOperator  # noqa: E402
 from test_nn_torch import make, tokens  # noqa: E402
 
@@ -151,49 +153,55 @@ def test_packed_sequences_are_one_row() -> None:
     refused(DTYPE, "cu_seqlens: expected an integer tensor", lambda: layer(x[:1], cu_seqlens=[0, TOKENS]))
 
 
-OTHERS: list[dict[str, Any]] = [
-    {"operator": "ahla"},
-    {"operator": "hla2", "normalize": True},
-    {"operator": "hla2", "ridge": 0.1},
-    {"operator": "hla2", "num_kv_heads": 3},
-    {"operator": "hla2", "conv_size": None},
-    {"operator": "hla2", "conv_size": 3},
-    {"operator": MIXED},
-    {"operator": [*MIXED[:5], "ahla"]},
-]
+@pytest.mark.parametrize(("options", "says"), OTHERS, ids=[str(told) for told, _ in OTHERS])
+def test_states_of_other_layers(options: dict[str, Any], says: str) -> None:
+    layer, other, x = make({"operator": "hla2"}), make({"operator": "hla2", **options}), tokens()
+    y = torch.zeros(BATCH, TOKENS, options.get("d_model", D_MODEL), dtype=torch.float64)
+    state = layer.init_state(BATCH)
+    refused(OPTION, f"state: expected that of a layer with {says}", lambda: other(y, state))
+    refused(OPTION, f"state: expected that of a layer with {says}", lambda: other.step(y[:, 0], state))
+    refused(OPTION, "A state serves only layers with", lambda: layer(x, other(y, return_state=True)[1]))
 
 
-@pytest.mark.parametrize("options", OTHERS, ids=str)
-def test_states_of_other_layers(options: dict[str, Any]) -> None:
-    layer, other, x = make({"operator": "hla2"}), make(options), tokens()
-    for own, state in ((layer, other.init_state(BATCH)), (other, layer.init_state(BATCH))):
-        refused(OPTION, "A state serves only layers with the options that made it", lambda o=own, s=state: o(x, s))
-        refused(OPTION, "A state serves only layers", lambda o=own, s=state: o.step(x[:, 0], s))
+def test_every_option_is_that_of_a_state_or_is_free() -> None:
+    """A new option has to be put into one of the lists."""
+    told = {"operators" if name == "operator" else name for options, _ in OTHERS for name in options}
+    assert told.isdisjoint(FREE)
+    assert told | {*FREE, "causal"} == {field.name for field in dataclasses.fields(LayerOptions)}
+
+
+@pytest.mark.parametrize("options", SAME, ids=str)
+def test_states_go_on_where_only_the_way_of_computing_differs(options: dict[str, Any]) -> None:
+    layer, other, x = make({"operator": "hla2"}), make({"operator": "hla2", **options}).eval(), tokens()
+    other.load_state_dict(layer.state_dict())
+    _, state = layer(x[:, :5], return_state=True)
+    torch.testing.assert_close(other(x[:, 5:], state), layer(x)[:, 5:], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("put", "says"),
     [
-        (
-            {"normalize": True},
-            "normalize=False, no ridge, got hla2 with mask='causal', definition='exact', normalize=True",
-        ),
-        ({"ridge": 0.1}, "normalize=False, a ridge. A state"),
-        ({"operator": "ahla"}, "state.operators[0]: expected that of hla2 with mask='causal'"),
-        ({"operator": MIXED}, "state.operators: expected 1 states, one for each kind of head, got 4"),
-        ({"conv_size": None}, "state.windows: expected 3, as conv_size = 4, got 0"),
+        ({"operators": (1,)}, "state: expected one with OperatorStates of this layer, got one with a tuple"),
+        ({"windows": ()}, "state.windows: expected 3, as conv_size = 4, got 0"),
     ],
     ids=str,
 )
-def test_what_differs_in_a_state_is_named(options: dict[str, Any], says: str) -> None:
-    layer, state = make({"operator": "hla2"}), make({"operator": "hla2", **options}).init_state(BATCH)
-    refused(OPTION, says, lambda: layer(tokens(), state))
+def test_states_put_together_by_hand(put: dict[str, Any], says: str) -> None:
+    layer = make({"operator": "hla2"})
+    refused(OPTION, says, lambda: layer(tokens(), layer.init_state(BATCH)._replace(**put)))
+
+
+def test_operators_that_changed_places() -> None:
+    layer = make({"operator": MIXED})
+    state = layer.init_state(BATCH)
+    turned = state._replace(operators=type(state.operators)(*reversed(state.operators)))
+    says = "state.operators[0]: expected that of hla2 with mask='causal', definition='exact', normalize=False, no ridge"
+    refused(OPTION, says, lambda: layer(tokens(), turned))
 
 
 def test_states_that_are_none() -> None:
     layer, x = make({"operator": "hla2"}), tokens()
     state = layer.init_state(BATCH)
-    refused(OPTION, "no ridge, got int", lambda: layer(x, state._replace(operators=(1,))))
     other = type("LayerState", (tuple,), {"__module__": "elsewhere"})()
     refused(
         DTYPE,
@@ -224,7 +232,9 @@ def test_reordering() -> None:
 def test_states_of_other_sizes() -> None:
     layer, x = make({"operator": "hla2"}), tokens()
     wide = HigherOrderAttention(D_MODEL, 6, head_dim=8, value_dim=5, dtype=torch.float64)
-    refused(OPTION, "state.corrected_state: expected (B, 6, 1, 8, 7), got", lambda: layer(x, wide.init_state(BATCH)))
+    refused(OPTION, "with value_dim=7, got value_dim=5", lambda: layer(x, wide.init_state(BATCH)))
+    narrow = layer.init_state(BATCH).map(lambda x: x[..., :3])
+    refused(OPTION, "state.key_moment: expected (B, 6, 1, 8, 8), got", lambda: layer(x, narrow))
     # one row never serves a whole batch
     for batch in (1, 3):
         state = layer.init_state(batch)
@@ -240,9 +250,8 @@ def test_states_of_other_sizes() -> None:
     # every field is checked, not only the first
     for i in range(len(state.tensors())):
         shrunk = [s[:1] if j == i else s for j, s in enumerate(state.tensors())]
-        broken = state._replace(
-            operators=(type(state.operators[0])(*shrunk[:2]),), windows=tuple(shrunk[2:5]), position=shrunk[5]
-        )
+        fields = iter(shrunk)
+        broken = state.map(lambda _, fields=fields: next(fields))
         refused(SHAPE, "expected a batch of 2, as x, got 1", lambda b=broken: layer(x, b))
 
 

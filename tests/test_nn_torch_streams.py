@@ -306,7 +306,7 @@ def test_states_survive_copies() -> None:
     for again in (
         copy.deepcopy(state),
         pickle.loads(pickle.dumps(state)),
-        torch.load(file, weights_only=False),
+        torch.load(file, weights_only=True),
         state.to("cpu"),
         torch.utils._pytree.tree_map(lambda s: s.clone(), state),
     ):

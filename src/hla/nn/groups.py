@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from hla.errors import DTypeError, message
 from hla.family import Spec
+from hla.nn.kinds import Kind
 from hla.nn.options import HeadGroup, LayerOptions
 from hla.nn.refusals import other_layer
 from hla.states import describe_spec
@@ -65,26 +66,27 @@ def back_in_order(options: LayerOptions) -> Runs:
 def check_state(
     state: Any,
     kind: type,
+    owner: Kind,
     options: LayerOptions,
     groups: tuple[Group, ...],
     batch: int,
     check_field: Callable[[str, Any, tuple[int, ...]], None],
 ) -> None:
-    """Errors unless `state` is a `kind` of a layer like this; `check_field` takes a name, an array and its shape."""
+    """Errors unless `state` is a `kind` of a layer like this, its `owner`; `check_field` takes a name, an array and its
+    shape."""
     if not isinstance(state, kind):
         name, got = kind.__name__, type(state).__name__
         if got == name:
             name, got = (f"{name} of {x.__module__}" for x in (kind, type(state)))
         raise DTypeError(message("state", f"a {name}", got, "Use return_state=True or init_state(batch)."))
     given: Any = state
-    if len(given.operators) != len(groups):
-        raise other_layer("operators", f"{len(groups)} states, one for each kind of head", len(given.operators))
+    owner.check(given.operators)
     for i, (group, found) in enumerate(zip(groups, given.operators, strict=True)):
         if getattr(type(found), "label", None) != group.label:
             assert group.spec is not None
             other = getattr(type(found), "spec", None)
             got = type(found).__name__ if other is None else describe_spec(other)
-            raise other_layer(f"operators[{i}]", f"that of {describe_spec(group.spec)}", got)
+            raise other_layer(f"state.operators[{i}]", f"that of {describe_spec(group.spec)}", got)
     for group, found in zip(groups, given.operators, strict=True):
         kv_heads = sum(count for _, count in group.kv_heads)
         for field, x in zip(group.fields, found, strict=True):
@@ -92,7 +94,7 @@ def check_state(
     widths = () if options.conv_size is None else options.widths()
     if len(given.windows) != len(widths):
         told = f"{len(widths)}, as conv_size = {options.conv_size}"
-        raise other_layer("windows", told, len(given.windows))
+        raise other_layer("state.windows", told, len(given.windows))
     for window, width in zip(given.windows, widths, strict=True):
         check_field("windows", window, (batch, (options.conv_size or 1) - 1, width))
     check_field("position", given.position, (batch,))

@@ -19,14 +19,14 @@ def no_state(where: str) -> OptionError:
 def other_layer(name: str, expected: Any, got: Any) -> OptionError:
     """The error for a state of a layer with other options."""
     return OptionError(
-        message(f"state.{name}", f"{expected}", f"{got}", "A state serves only layers with the options that made it.")
+        message(name, f"{expected}", f"{got}", "A state serves only layers with the options that made it.")
     )
 
 
 def check_field_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     """Errors unless an array of a state has this shape, batch first."""
     if found[1:] != wanted[1:] or len(found) != len(wanted):
-        raise other_layer(name, f"(B, {', '.join(map(str, wanted[1:]))})", found)
+        raise other_layer(f"state.{name}", f"(B, {', '.join(map(str, wanted[1:]))})", found)
     if found[0] != wanted[0]:
         raise ShapeError(
             message(f"state.{name}", f"a batch of {wanted[0]}, as x", f"{found[0]}",

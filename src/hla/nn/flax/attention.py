@@ -31,6 +31,7 @@ from hla.nn.flax.parts import (
 )
 from hla.nn.flax.state import LayerState
 from hla.nn.groups import Runs, back_in_order, check_state, describe
+from hla.nn.kinds import layer_kind
 from hla.nn.options import Decay, LayerOptions, read_layer_options
 from hla.nn.refusals import no_state
 
@@ -195,6 +196,7 @@ class HigherOrderAttention(nnx.Module):
             for group, operator in zip(groups, self.operators, strict=True)
         )
         self._back = back_in_order(options)
+        self._kind = layer_kind(options)
 
     def __call__(
         self,
@@ -368,7 +370,9 @@ class HigherOrderAttention(nnx.Module):
             raised = widened(self.output_gate(x))
             o = o.astype(raised.dtype) * jax.nn.silu(raised)
         y = self.out_proj(drop(o.astype(given)))
-        return y, LayerState(after, windows, rows.seen(seen, length)) if return_state else None
+        if not return_state:
+            return y, None
+        return y, LayerState(self._kind.type(*after), windows, rows.seen(seen, length))
 
     def _operate(
         self,
@@ -438,7 +442,7 @@ class HigherOrderAttention(nnx.Module):
             )
         position = jnp.zeros(batch, jnp.int32)
         windows = () if options.conv_size is None else self._windows(position)
-        return LayerState(tuple(states), windows, position)
+        return LayerState(self._kind.type(*states), windows, position)
 
     def _windows(self, zeros: Array) -> tuple[Array, ...]:
         """Windows before the first token, of as many zeros as there are sequences."""
@@ -455,7 +459,7 @@ class HigherOrderAttention(nnx.Module):
         def check(name: str, found: Any, shape: tuple[int, ...]) -> None:
             check_field(name, found, shape, jnp.int32 if name == "position" else wide)
 
-        check_state(state, LayerState, self.options, self._groups, batch, check)
+        check_state(state, LayerState, self._kind, self.options, self._groups, batch, check)
         found: LayerState = jax.tree.map(jnp.asarray, state)
         return found
 

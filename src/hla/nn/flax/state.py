@@ -20,7 +20,8 @@ class LayerState(NamedTuple):
 
     Attributes:
         operators: a state of `hla` for each group of heads, of batch (B, key/value heads, query heads of each); the
-            field ``key_moment`` is stored once for each key/value head.
+            field ``key_moment`` is stored once for each key/value head. A named tuple whose class knows the options of
+            the layer that made it: layers with others refuse it.
         windows: what the short convolutions of q, k and v need, their last ``conv_size - 1`` inputs (B, ·, channels);
             empty without a convolution.
         position: (B,), the number of tokens seen, without the skipped ones.
@@ -34,7 +35,7 @@ class LayerState(NamedTuple):
         ([0, 0, 0], 2)
     """
 
-    operators: tuple[Any, ...]
+    operators: Any
     windows: tuple[Array, ...]
     position: Array
 

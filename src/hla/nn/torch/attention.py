@@ -14,6 +14,7 @@ import hla
 from hla import arrays
 from hla.errors import DTypeError, OptionError, ShapeError, message
 from hla.nn.groups import Group, Runs, back_in_order, check_state, describe
+from hla.nn.kinds import layer_kind
 from hla.nn.options import Decay, HeadGroup, LayerOptions, read_layer_options
 from hla.nn.refusals import no_state
 from hla.nn.torch import sequences
@@ -184,6 +185,7 @@ class HigherOrderAttention(nn.Module):
             RMSNorm((options.num_heads, options.value_dim), options.norm_eps, **placed) if output_norm else None
         )
         self._groups = tuple(map(self._group, groups, self.operators))
+        self._kind = layer_kind(options)
         if feature_map != "identity":  # a first call fills tables of the library, which a tracer must not see change
             hla.feature_map(torch.ones(1, device="cpu", dtype=accumulation_dtype(self.q_proj.weight)), feature_map)
         self._back = back_in_order(options)
@@ -444,7 +446,7 @@ class HigherOrderAttention(nn.Module):
         if not return_state:
             return y, None
         position = rows.seen(seen, length) if slices is None else seen + slices.halo.total
-        return y, LayerState(after, windows, position)
+        return y, LayerState(self._kind.type(*after), windows, position)
 
     def _operate(
         self,
@@ -516,7 +518,7 @@ class HigherOrderAttention(nn.Module):
                 )
             )
         windows = () if options.conv_size is None else self._windows(batch, device)
-        return LayerState(tuple(states), windows, torch.zeros(batch, dtype=torch.int64, device=device))
+        return LayerState(self._kind.type(*states), windows, torch.zeros(batch, dtype=torch.int64, device=device))
 
     def _windows(self, batch: int, device: torch.device) -> tuple[Tensor, ...]:
         behind = (self.options.conv_size or 1) - 1
@@ -543,7 +545,7 @@ class HigherOrderAttention(nn.Module):
         def check(name: str, found: Tensor, shape: tuple[int, ...]) -> None:
             check_field(name, found, shape, torch.int64 if name == "position" else wide, x)
 
-        check_state(state, LayerState, self.options, self._groups, batch, check)
+        check_state(state, LayerState, self._kind, self.options, self._groups, batch, check)
 
 
 def _qk_norm(options: LayerOptions, **placed: Any) -> nn.Module | None:

@@ -109,6 +109,7 @@ def begin(
     """What the ranks of a layer's group agree on before a call."""
     from hla.distributed.torch.groups import Place
     from hla.distributed.torch.operators import Session
+    from hla.distributed.torch.waiting import heard
 
     wants_grad = any(p.requires_grad for p in layer.parameters())
     claim: tuple[tuple[str, str], ...] = ()
@@ -134,7 +135,8 @@ def begin(
             ("cu_seqlens", "none" if offsets is None else hashlib.sha256(repr(offsets).encode()).hexdigest()[:16]),
             ("torch.is_grad_enabled()", f"{torch.is_grad_enabled()}"),
         )
-    place = Place.of(layer.process_group)
+    with heard():
+        place = Place.of(layer.process_group)
     like = x if isinstance(x, Tensor) else torch.empty(0)
     return Session.begin(place, like, claim, wants_grad, refusal, length=length, need_lengths=cu_seqlens is not None)
 

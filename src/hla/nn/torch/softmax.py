@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hla.errors import DTypeError, OptionError, ShapeError, message
+from hla.errors import DTypeError, MixedArrayError, OptionError, ShapeError, message
+from hla.nn.kinds import kind_of
 from hla.nn.options import check_softmax_sizes
 from hla.nn.torch.checks import check_mask
 from hla.nn.torch.parts import rotate
@@ -19,24 +20,23 @@ class SoftmaxState(NamedTuple):
     """Keys (turned by their positions) and values of all tokens seen: it grows.
 
     Attributes:
-        keys: (B, L, Hkv, d).
-        values: (B, L, Hkv, d).
+        past: keys and values, (B, L, Hkv, d) each, a named tuple whose class knows the options of the layer.
         places: int (B, L), where in its sequence each token is; −1 for padding.
         position: (B,), the number of tokens seen, without the skipped ones.
     """
 
-    keys: Tensor
-    values: Tensor
+    past: Any
     places: Tensor
     position: Tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> SoftmaxState:
         """The state with `function` applied to each of its tensors."""
-        return SoftmaxState(*(function(x) for x in self))
+        past = type(self.past)(*map(function, self.past))
+        return SoftmaxState(past, function(self.places), function(self.position))
 
     def tensors(self) -> list[Tensor]:
         """All tensors, in order."""
-        return list(self)
+        return [*self.past, self.places, self.position]
 
 
 torch.serialization.add_safe_globals([SoftmaxState])
@@ -70,6 +70,8 @@ class SoftmaxAttention(nn.Module):
         check_softmax_sizes(d_model, num_heads, num_kv_heads)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, d_model // num_heads
         self.rotary_base = rotary_base
+        sizes = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        self._kind = kind_of("KeysAndValues", ("keys", "values"), **sizes, rotary_base=float(rotary_base))
         width = num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(d_model, d_model, bias=False, device=device, dtype=dtype)
         self.k_proj = nn.Linear(d_model, width, bias=False, device=device, dtype=dtype)
@@ -99,7 +101,7 @@ class SoftmaxAttention(nn.Module):
         weight = self.q_proj.weight
         empty = weight.new_zeros(batch, 0, self.num_kv_heads, self.head_dim)
         places = torch.zeros(batch, 0, dtype=torch.int64, device=weight.device)
-        return SoftmaxState(empty, empty, places, places.sum(1))
+        return SoftmaxState(self._kind.type(empty, empty), places, places.sum(1))
 
     def forward(
         self,
@@ -112,14 +114,8 @@ class SoftmaxAttention(nn.Module):
         """(B, T, d_model) → y or (y, state); padding as in `HigherOrderAttention`."""
         if state is None:
             state = self.init_state(x.shape[0])
-        elif not isinstance(state, SoftmaxState):
-            raise DTypeError(
-                message("state", "a SoftmaxState", type(state).__name__, "Use return_state=True or init_state(batch).")
-            )
-        elif state.position.shape[0] != x.shape[0]:
-            raise ShapeError(
-                message("state", f"a batch of {x.shape[0]}, as x", f"{state.position.shape[0]}", "Use its own state.")
-            )
+        else:
+            self._check_state(state, x)
         if key_padding_mask is None:
             present = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         else:
@@ -130,7 +126,7 @@ class SoftmaxAttention(nn.Module):
         q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
         turned_q, turned_k = rotate(q, k, at, self.rotary_base)
         q, k = turned_q.to(v.dtype), turned_k.to(v.dtype)
-        keys, values = torch.cat([state.keys.to(v.dtype), k], 1), torch.cat([state.values.to(v.dtype), v], 1)
+        keys, values = (torch.cat([old.to(v.dtype), new], 1) for old, new in zip(state.past, (k, v), strict=True))
         places = torch.cat([state.places, torch.where(present, at, -1)], 1)
         visible = (places >= 0)[:, None] & (places[:, None] <= at[..., None])
         visible = visible | ~present[..., None]  # where nothing is visible it would be NaN; the output is 0 there
@@ -140,7 +136,26 @@ class SoftmaxAttention(nn.Module):
         y: Tensor = self.out_proj(o.transpose(1, 2).flatten(-2))
         if key_padding_mask is not None:
             y = y.masked_fill(key_padding_mask[..., None], 0.0)
-        return (y, SoftmaxState(keys, values, places, state.position + present.sum(1))) if return_state else y
+        if not return_state:
+            return y
+        return y, SoftmaxState(self._kind.type(keys, values), places, state.position + present.sum(1))
+
+    def _check_state(self, state: Any, x: Tensor) -> None:
+        """Errors unless the state is one of a layer like this, for this batch and device."""
+        if not isinstance(state, SoftmaxState):
+            raise DTypeError(
+                message("state", "a SoftmaxState", type(state).__name__, "Use return_state=True or init_state(batch).")
+            )
+        self._kind.check(state.past)
+        for found in state.tensors():
+            if found.shape[0] != x.shape[0]:
+                raise ShapeError(
+                    message("state", f"a batch of {x.shape[0]}, as x", f"{found.shape[0]}", "Use its own state.")
+                )
+            if found.device != x.device:
+                raise MixedArrayError(
+                    message("state", f"tensors on {x.device}, as x", f"{found.device}", "Use state.to(device).")
+                )
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)

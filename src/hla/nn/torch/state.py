@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hla import states
+from hla.nn import kinds
 from hla.nn.torch.checks import check_index
 
 
@@ -19,7 +20,8 @@ class LayerState(NamedTuple):
 
     Attributes:
         operators: a state of `hla` for each group of heads, of batch (B, key/value heads, query heads of each); the
-            field ``key_moment`` is stored once for each key/value head.
+            field ``key_moment`` is stored once for each key/value head. A named tuple whose class knows the options of
+            the layer that made it: layers with others refuse it.
         windows: what the short convolutions of q, k and v need, their last ``conv_size - 1`` inputs (B, ·, channels);
             empty without a convolution.
         position: (B,), the number of tokens seen, without the skipped ones.
@@ -32,14 +34,14 @@ class LayerState(NamedTuple):
         ([0, 0, 0], 2)
     """
 
-    operators: tuple[Any, ...]
+    operators: Any
     windows: tuple[Tensor, ...]
     position: Tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LayerState:
         """The state with `function` applied to each of its tensors."""
         return LayerState(
-            tuple(type(state)(*(function(x) for x in state)) for state in self.operators),
+            type(self.operators)(*(type(state)(*(function(x) for x in state)) for state in self.operators)),
             tuple(function(x) for x in self.windows),
             function(self.position),
         )
@@ -77,4 +79,4 @@ class LayerState(NamedTuple):
 
 
 # what torch.load(…, weights_only=True), its default, needs to know to read states
-torch.serialization.add_safe_globals([LayerState, states._rebuild])
+torch.serialization.add_safe_globals([LayerState, kinds.rebuild, states._rebuild])
