@@ -56,6 +56,12 @@ def test_construction_of_the_operator(told: dict[str, Any], says: str) -> None:
     refused(OPTION, says, lambda: HigherOrderOperator(**told))
 
 
+@pytest.mark.parametrize(("backend", "got"), [("zz", "'zz'"), (3, "3"), (["torch", "zz"], "'zz'")], ids=str)
+def test_backends_that_there_are_not(backend: Any, got: str) -> None:
+    says = f"backend: expected one of cupy, jax, numpy, torch, triton, auto, got {got}. Register it"
+    refused(hla.UnknownBackendError, says, lambda: HigherOrderAttention(12, 4, backend=backend, rngs=nnx.Rngs(0)))
+
+
 @pytest.mark.parametrize("name", ["dtype", "param_dtype"])
 @pytest.mark.parametrize("wrong", ["int32", "bool", "complex64", "float8_e4m3fn", "single precision", 3])
 def test_dtypes(name: str, wrong: Any) -> None:

@@ -66,6 +66,13 @@ def test_process_groups_are_looked_at_when_they_are_set(group: Any, monkeypatch:
     refused(OPTION, says, lambda: setattr(layer, "process_group", group))
 
 
+@pytest.mark.parametrize(("backend", "got"), [("zz", "'zz'"), (3, "3"), (["torch", "zz"], "'zz'")], ids=str)
+def test_backends_that_there_are_not(backend: Any, got: str) -> None:
+    says = f"backend: expected one of cupy, jax, numpy, torch, triton, auto, got {got}. Register it"
+    refused(hla.UnknownBackendError, says, lambda: HigherOrderAttention(12, 4, backend=backend))
+    refused(hla.UnknownBackendError, says, lambda: HigherOrderOperator(backend=backend))
+
+
 def test_defaults() -> None:
     """Those of the layer, which models read without a framework."""
     found = inspect.signature(HigherOrderAttention).parameters.values()

@@ -12,6 +12,7 @@ from typing import Any
 
 from hla import features
 from hla.arrays import is_integer, is_number
+from hla.backends.selection import names_of
 from hla.cost import cost
 from hla.errors import OptionError, message
 from hla.options import FORMS
@@ -356,6 +357,7 @@ def read_operator_options(
         raise OptionError(
             message("chunk_size", "an integer ≥ 1 or None", repr(chunk_size), "None lets the backend choose.")
         )
+    names_of(backend)  # raises for names that no backend has
     return OperatorOptions(
         operator=operator,
         causal=causal,

@@ -84,6 +84,7 @@ class HigherOrderAttention(nnx.Module):
 
     Raises:
         OptionError: an option is not allowed, or two contradict each other; `rngs` lacks a stream and has no default.
+        UnknownBackendError: `backend` names none that is registered.
         DTypeError: a dtype is not floating, or has 64 bits without ``jax_enable_x64``.
 
     Shapes: x (B, T, d_model), y the same. Dtypes: projections in `dtype`; convolution, φ, norms, positions and decays

@@ -33,6 +33,7 @@ class HigherOrderOperator(nnx.Module):
 
     Raises:
         OptionError: an option is not allowed, or two contradict each other.
+        UnknownBackendError: `backend` names none that is registered.
 
     Example:
         >>> import jax

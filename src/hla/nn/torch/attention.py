@@ -81,6 +81,7 @@ class HigherOrderAttention(nn.Module):
 
     Raises:
         OptionError: an option is not allowed, or two contradict each other.
+        UnknownBackendError: `backend` names none that is registered.
         DTypeError: `dtype` is not float16, bfloat16, float32 or float64.
 
     Shapes: x (B, T, d_model), y the same. Dtypes: projections in the dtype of x, or autocast's; convolution, φ, norms,

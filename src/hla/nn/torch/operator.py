@@ -34,6 +34,7 @@ class HigherOrderOperator(nn.Module):
 
     Raises:
         OptionError: an option is not allowed, or two contradict each other.
+        UnknownBackendError: `backend` names none that is registered.
 
     Example:
         >>> import torch
