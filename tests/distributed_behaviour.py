@@ -276,9 +276,9 @@ def counting() -> Iterator[list[tuple[int, Any]]]:
     sent: list[tuple[int, Any]] = []
     gather = Place.gather
 
-    def counted(self: Place, x: Any) -> Any:
+    def counted(self: Place, x: Any, *wait: Any) -> Any:
         sent.append((x.numel() * x.element_size() * (self.size - 1), x.dtype))
-        return gather(self, x)
+        return gather(self, x, *wait)
 
     Place.gather = counted  # type: ignore[method-assign]
     try:

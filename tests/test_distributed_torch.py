@@ -1,5 +1,5 @@
 """`hla.distributed.torch`: processes that share a sequence compute what one process does. What they run is in
-`distributed_calls` and `distributed_behaviour`."""
+`distributed_calls`, `distributed_behaviour` and `distributed_groups`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ torch: Any = only("torch")
 pytest.importorskip("hla.distributed.torch")
 
 from distributed_behaviour import BEHAVIOURS  # noqa: E402
+from distributed_groups import GROUPS  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
@@ -27,6 +28,11 @@ def test_equals_one_process(size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", BEHAVIOURS)
 def test_behaviour(name: str, tmp_path: Path) -> None:
     ranks.run(f"distributed_behaviour:{name}", 3, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "size"), GROUPS)
+def test_groups(name: str, size: int, tmp_path: Path) -> None:
+    ranks.run(f"distributed_groups:{name}", size, tmp_path)
 
 
 def test_a_killed_rank_is_an_error_in_the_others(tmp_path: Path) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import NamedTuple
 
 import torch
 
+from hla.distributed.torch import waiting
 from hla.distributed.torch.groups import Place
+from hla.distributed.torch.rows import APART, ASTRAY, FINE, REFUSED, Row, read
 from hla.errors import DTypeError, OptionError, ShapeError, message
-
-_BYTES = 1024
-_HEAD = 24
-"""three int64: whether the arguments were refused, tokens, whether a gradient is wanted"""
 
 Claim = tuple[tuple[str, str], ...]
 """What must be equal: (argument, its value in words)."""
@@ -32,41 +29,25 @@ def agree(
 ) -> Agreed:
     """Tell the others, and hear them. Raises `refusal`, or an error that is the same on all ranks where they differ."""
     if refusal is not None:
-        text = f"{type(refusal).__name__}: {refusal}"
+        row = Row(REFUSED, length, needs_grad, f"{type(refusal).__name__}: {refusal}")
     else:
-        text = "\n".join(f"{name}\t{value}" for name, value in claim)
-    head = torch.tensor([int(refusal is not None), length, int(needs_grad)], dtype=torch.int64).view(torch.uint8)
-    row = torch.zeros(_BYTES, dtype=torch.uint8)
-    row[:_HEAD] = head
-    data = _fitted(text.encode())
-    row[_HEAD : _HEAD + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        row = Row(FINE, length, needs_grad, "\n".join(f"{name}\t{value}" for name, value in claim))
     try:
-        heard = place.gather(row.to(device)).cpu()
+        heard = read(waiting.compare(place, row.write().to(device)))
     finally:
         if refusal is not None:
             raise refusal
-    heads = heard[:, :_HEAD].contiguous().view(torch.int64).tolist()
-    texts = [bytes(x[_HEAD:].tolist()).rstrip(b"\0").decode(errors="replace") for x in heard]
-    for rank, (refused, _, _) in enumerate(heads):
-        if refused:
-            said = texts[rank].removesuffix(".")
-            raise OptionError(
-                message("group", "arguments that every rank can take", f"an error on rank {rank}: {said}",
-                        "See what was passed there.")
-            )  # fmt: skip
-    for rank, other in enumerate(texts):
-        if other != texts[0]:
-            raise _difference(texts[0], rank, other)
-    return Agreed(tuple(n for _, n, _ in heads), any(wanted for _, _, wanted in heads))
-
-
-def _fitted(data: bytes) -> bytes:
-    """As it is, or with a digest for what is too long."""
-    room = _BYTES - _HEAD
-    if len(data) <= room:
-        return data
-    digest = b"\nall of it\t" + hashlib.sha256(data).hexdigest().encode()
-    return data[: room - len(digest)] + digest
+    for rank, said in enumerate(heard):
+        if said.verdict == APART:
+            waiting.answer(said)
+            raise OptionError(said.text)
+        if said.verdict in (REFUSED, ASTRAY):
+            count = said.length if said.verdict == ASTRAY else 0
+            raise waiting.refused_elsewhere(f"rank {rank}", said.text, count)
+    for rank, said in enumerate(heard):
+        if said.text != heard[0].text:
+            raise _difference(heard[0].text, rank, said.text)
+    return Agreed(tuple(said.length for said in heard), any(said.needs_grad for said in heard))
 
 
 def _difference(first: str, rank: int, other: str) -> Exception:

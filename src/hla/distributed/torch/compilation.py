@@ -22,6 +22,7 @@ from hla.distributed.torch.exchange import Exchanges
 from hla.distributed.torch.groups import Place
 from hla.distributed.torch.operators import Call, Session, Sharing, begin
 from hla.distributed.torch.sums import decay_shape, field_shapes
+from hla.distributed.torch.waiting import heard
 from hla.family import steps
 from hla.options import read_options
 from hla.rules import RHO
@@ -43,7 +44,8 @@ def call(
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _place(group: Any) -> tuple[str, int, int]:
-    place = Place.of(group)
+    with heard():
+        place = Place.of(group)
     return place.group.group_name, place.rank, place.size
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -39,12 +41,14 @@ class Place(NamedTuple):
             )  # fmt: skip
         return cls(found, rank, dist.get_world_size(found))
 
-    def gather(self, x: Tensor) -> Tensor:
-        """(n,) on every rank → (size, n): one collective with messages of equal size."""
+    def gather(self, x: Tensor, wait: Callable[[Any], None] | None = None) -> Tensor:
+        """(n,) on every rank → (size, n): one collective with messages of equal size. `wait` waits for it, if given."""
         if self.size == 1:
             return x[None]
         found = x.new_empty(self.size * x.shape[0])
-        _all_gather(found, x.contiguous(), group=self.group)
+        work = _all_gather(found, x.contiguous(), group=self.group, async_op=wait is not None)
+        if wait is not None:
+            wait(work)
         return found.reshape(self.size, -1)
 
 
@@ -66,14 +70,9 @@ def _group_of(group: Any) -> ProcessGroup:
                 message("group", "a DeviceMesh of one dimension", f"one of {group.ndim}",
                         "Pass mesh[name], or (mesh, name), for the dimension that the sequence is spread over.")
             )  # fmt: skip
-        return group.get_group()
+        return _along(group, 0)
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
-        try:
-            return group[0].get_group(group[1])
-        except (KeyError, IndexError, RuntimeError, ValueError) as error:
-            raise OptionError(
-                message("group", f"a dimension of {group[0]}", repr(group[1]), "Check the name.")
-            ) from error
+        return _along(*group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise OptionError(
             message("group", "a group that this process is in", "one without it",
@@ -82,6 +81,37 @@ def _group_of(group: Any) -> ProcessGroup:
     raise OptionError(
         message("group", "a ProcessGroup, a DeviceMesh, (mesh, dimension) or None", _told(group), "Pass one of these.")
     )
+
+
+_straight: WeakKeyDictionary[DeviceMesh, set[Any]] = WeakKeyDictionary()
+"""Meshes, with dimensions along which ranks come in the order of their groups."""
+
+
+def _along(mesh: DeviceMesh, dimension: Any) -> ProcessGroup:
+    """The group of one dimension. PyTorch sorts its ranks, so that a mesh may have them in another order."""
+    where = mesh.get_coordinate()
+    if where is None:
+        raise OptionError(
+            message("group", "a mesh that this process is in", f"{mesh} on process {dist.get_rank()}",
+                    "Call only on the processes that hold a slice.")
+        )  # fmt: skip
+    try:
+        group = mesh.get_group(dimension)
+        names = mesh.mesh_dim_names or ()
+        index: list[Any] = list(where)
+        index[names.index(dimension) if isinstance(dimension, str) else dimension] = slice(None)
+    except (KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise OptionError(message("group", f"a dimension of {mesh}", repr(dimension), "Check the name.")) from error
+    known = _straight.setdefault(mesh, set())
+    if dimension not in known:
+        ranks = mesh.mesh[tuple(index)].tolist()
+        if ranks != dist.get_process_group_ranks(group):
+            raise OptionError(
+                message("group", "a mesh with its ranks in ascending order", f"{ranks} along {dimension!r} of {mesh}",
+                        "Slices lie in the order of the ranks of the group, which PyTorch sorts.")
+            )  # fmt: skip
+        known.add(dimension)
+    return group
 
 
 def _told(x: Any) -> str:

@@ -6,10 +6,12 @@ import hashlib
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.distributed import ProcessGroup
 
 from hla import arrays
 from hla.backends import Backend, selection
@@ -20,6 +22,7 @@ from hla.distributed.torch.agreement import Agreed, Claim, agree
 from hla.distributed.torch.exchange import Exchanges
 from hla.distributed.torch.groups import Group, Place
 from hla.distributed.torch.sums import slice_sums
+from hla.distributed.torch.waiting import heard, tell
 from hla.errors import BackendUnsupportedError, DTypeError, OptionError, message
 from hla.family import Program, steps
 from hla.ops import finish_states
@@ -27,7 +30,7 @@ from hla.options import Options, read_options
 from hla.problem import Problem, States
 from hla.rules import RHO, Rule, Term
 
-_agreed: dict[str, set[Claim]] = {}
+_agreed: WeakKeyDictionary[ProcessGroup, set[Claim]] = WeakKeyDictionary()
 """Calls that have been found equal, by group, so that all its ranks forget alike; for tensors whose values are not at
 hand."""
 _REMEMBERED = 10_000
@@ -65,7 +68,7 @@ class Session:
 
         `wants_grad`: whether an input of this rank does. `length`: its tokens.
         """
-        equal = _agreed.setdefault(place.group.group_name, set())
+        equal = _agreed.setdefault(place.group, set())
         # after the first call the others are likely not to ask again
         known = claim in equal if refusal is None else bool(equal)
         agreed: Agreed | None = None
@@ -75,6 +78,8 @@ class Session:
                 equal.clear()
             equal.add(claim)
         elif refusal is not None:
+            if check is None:
+                tell(refusal)
             raise refusal
         needs_grad = torch.is_grad_enabled() and (agreed is None or agreed.needs_grad)
         return cls(place, Exchanges(place, like.device, needs_grad), None if agreed is None else agreed.lengths)
@@ -107,7 +112,8 @@ def run(
     if session is not None:
         options = read_options(function, given)
         return Call(session.place, function, q, k, v, options, sharing.method, order).run(session)
-    place = Place.of(sharing.group)
+    with heard():
+        place = Place.of(sharing.group)
     call, session = begin(place, function, q, k, v, given, sharing, order)
     return call.run(session)
 
@@ -129,7 +135,8 @@ def begin(
             raise sharing.refusal
         options = read_options(function, given)
         call = Call(place, function, q, k, v, options, sharing.method, order)
-        claim, wants_grad = call.claim(), call.wants_grad()
+        values = sharing.check is True or (sharing.check is None and at_hand(v))
+        claim, wants_grad = call.claim(values), call.wants_grad()
     except Exception as error:
         refusal = error
     session = Session.begin(
@@ -199,13 +206,16 @@ class Call:
         tensors = [*self.inputs, options.decay, options.log_decay, options.scale, *(options.initial_state or ())]
         return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
-    def claim(self) -> Claim:
-        """What must be the same on all ranks."""
+    def claim(self, values: bool) -> Claim:
+        """What must be the same on all ranks; of tensors, with their `values` or whether there are any."""
         problem, options = self.checked.problem, self.options
         q, k, v = problem.q, problem.k, problem.v
 
         def batch(x: Any) -> str:
             return "none" if x is None else str(tuple(x.shape[:-2]))
+
+        def told(x: Any) -> str:
+            return _digest_of_values(x) if values and isinstance(x, Tensor) else _presence(x)
 
         spec = problem.program.spec
         name = f"higher_order of order {spec.order}" if spec.order else spec.operator
@@ -216,7 +226,7 @@ class Call:
             ("definition", spec.definition),
             ("normalize", f"{spec.normalize}, eps = {problem.eps if spec.normalize else 0}"),
             ("ridge", f"{problem.ridge}"),
-            ("scale", str(problem.scale) if isinstance(problem.scale, float) else "a tensor"),
+            ("scale", str(problem.scale) if isinstance(problem.scale, float) else told(options.scale)),
             ("method", self.method),
             ("return_state", str(options.return_state)),
             ("torch.is_grad_enabled()", str(torch.is_grad_enabled())),
@@ -224,7 +234,7 @@ class Call:
             ("shape of k (batch; d)", f"{batch(k)}; {k.shape[-1]}"),
             ("shape of v (batch; dv)", f"{batch(v)}; {v.shape[-1]}"),
             ("dtype of q, k, v", ", ".join(arrays.dtype_name(x.dtype) for x in (q, k, v))),
-            ("decay", f"{float(options.decay)}" if arrays.is_number(options.decay) else _presence(options.decay)),
+            ("decay", f"{float(options.decay)}" if arrays.is_number(options.decay) else told(options.decay)),
             ("log_decay", _presence(options.log_decay)),
             ("shape of decays (batch)", batch(problem.log_decay)),
             ("shape of token_mask (batch)", batch(problem.token_mask)),
@@ -375,6 +385,11 @@ def _known_offsets(given: Any) -> list[int]:
 
 def _presence(x: Any) -> str:
     return "none" if x is None else "a tensor"
+
+
+def _digest_of_values(x: Tensor) -> str:
+    data = x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{x.dtype} {tuple(x.shape)} with digest {hashlib.sha256(data).hexdigest()[:12]}"
 
 
 def _digest(offsets: list[int]) -> str:

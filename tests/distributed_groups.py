@@ -1,0 +1,228 @@
+"""What happens where ranks are not given the same group, for `test_distributed_torch`."""
+
+from __future__ import annotations
+
+import datetime
+import random as chances
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import hla
+import hla.distributed.torch as shared
+import ranks
+from distributed_behaviour import away_from_hand, counting, expect
+from distributed_calls import DV, D, H
+from hla.distributed.torch import waiting
+from hla.nn.torch import HigherOrderAttention
+
+GROUPS = (
+    ("other_groups", 3),
+    ("other_layouts", 4),
+    ("refused_groups", 3),
+    ("groups_in_turn", 4),
+    ("nobody_comes", 3),
+    ("values_of_options", 3),
+    ("started_again", 2),
+)
+"""functions, with the number of processes"""
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    waiting.PATIENCE, before = seconds, waiting.PATIENCE
+    try:
+        yield
+    finally:
+        waiting.PATIENCE = before
+
+
+def inputs() -> list[Any]:
+    return [torch.ones(H, 2, n, dtype=torch.float64) for n in (D, D, DV)]
+
+
+def call(group: Any, **options: Any) -> Any:
+    return shared.hla2(*inputs(), group=group, **options)
+
+
+def wanted(group: Any) -> Any:
+    """This rank's part of what `call` returns."""
+    whole = [torch.cat([x] * dist.get_world_size(group), dim=-2) for x in inputs()]
+    first = 2 * dist.get_rank(group)
+    return hla.hla2(*whole)[:, first : first + 2]
+
+
+def check_usable(*groups: Any) -> None:
+    """No group has a collective that only some ranks have made."""
+    for group in groups:
+        if dist.get_rank(group) >= 0:
+            assert torch.allclose(call(group), wanted(group), rtol=1e-12)
+            total = torch.ones(())
+            dist.all_reduce(total, group=group)
+            assert total == dist.get_world_size(group)
+
+
+def refuse(words: str, function: Callable[[], Any], within: float = 10.0) -> None:
+    """An OptionError with these words, in good time."""
+    start = time.monotonic()
+    expect(hla.OptionError, words, function)
+    took = time.monotonic() - start
+    assert took < within, f"{words}: {took} s"
+
+
+def other_groups(rank: int, size: int) -> None:
+    """Ranks that wait for each other in different groups all hear who waits where."""
+    world = dist.group.WORLD
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 2])]
+    again = dist.new_group([0, 1, 2])
+    with patience(0.3):
+        refuse("process 1 waiting in group", lambda: call(pairs[0] if rank == 1 else world))
+        check_usable(world, *pairs)
+        refuse(f"process {rank} waiting in group {pairs[rank].group_name!r} of", lambda: call(pairs[rank]))
+        check_usable(world, *pairs)
+        words = f"process 2 waiting in group {again.group_name!r} of processes 0, 1, 2"
+        refuse(words, lambda: call(again if rank == 2 else world))
+        check_usable(world, again)
+        layer = HigherOrderAttention(12, 3, process_group=again if rank == 0 else world)
+        refuse("process 0 waiting in group", lambda: layer(torch.ones(2, 5, 12)))
+        own = again if rank == 2 else world
+        compiled = torch.compile(lambda q, k, v: shared.hla2(q, k, v, group=own), backend="eager")
+        refuse(words, lambda: compiled(*inputs()))
+        check_usable(world, again)
+
+
+def other_layouts(rank: int, size: int) -> None:
+    """Two ranks take the columns of a mesh for its rows; a mesh that counts backwards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    with patience(0.3):
+        refuse(f"process {rank} waiting in group", lambda: call((mesh, "data" if rank in (0, 3) else "sequence")))
+        check_usable(mesh.get_group("data"), mesh.get_group("sequence"))
+    backwards = DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("data", "sequence"))
+    for group in ((backwards, "sequence"), (backwards, 1), backwards["sequence"]):
+        refuse("ascending order", lambda group=group: call(group), within=1.0)
+    part = DeviceMesh("cpu", [0, 1])
+    if rank < 2:
+        assert torch.allclose(call(part), wanted(part.get_group()), rtol=1e-12)
+    else:
+        refuse("a mesh that this process is in", lambda: call(part))
+
+
+def refused_groups(rank: int, size: int) -> None:
+    """What one rank is refused as a group, the others hear of."""
+    world = dist.group.WORLD
+    square = init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "sequence"))
+    backwards = DeviceMesh("cpu", [2, 1, 0])
+    apart = dist.new_group([0, 1])
+    layer, flat = (HigherOrderAttention(12, 3, process_group=group) for group in (world, square))
+    cases: list[tuple[int, str, Any]] = [
+        (0, "got 3", lambda odd: call(3 if odd else world)),
+        (1, "a DeviceMesh of one dimension", lambda odd: call(square if odd else world)),
+        (2, "a dimension of DeviceMesh", lambda odd: call((square, "time" if odd else "sequence"))),
+        (2, "a group that this process is in", lambda odd: call(apart if odd else world)),
+        (1, "ascending order", lambda odd: call(backwards if odd else world)),
+        (1, "a DeviceMesh of one dimension", lambda odd: (flat if odd else layer)(torch.ones(2, 5, 12))),
+    ]
+    with patience(0.3):
+        for odd, words, function in cases:
+            refuse(words, lambda function=function, odd=odd: function(rank == odd), within=5.0)
+            check_usable(world, apart)
+            # refused alike on all, which nobody has to be told
+            if "that this process is in" not in words:
+                dist.barrier()
+                refuse(words, lambda function=function: function(True), within=0.2)
+        # a rank that is told of it only when it comes
+        if rank:
+            time.sleep(4 * waiting.PATIENCE)
+        refuse("got 4", lambda: call(4 if rank == 0 else world))
+
+
+def groups_in_turn(rank: int, size: int) -> None:
+    """No error where ranks are late, groups change from call to call, and notes are written all the time."""
+    world = dist.group.WORLD
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    some = [dist.new_group(x) for x in ([0, 1, 2], [1, 2, 3], [0, 3])]
+    groups = [world, mesh.get_group("data"), mesh.get_group("sequence"), *some]
+    plan, pauses = chances.Random(1), chances.Random(rank)
+    read: list[Any] = []
+    find = waiting.Board.read
+
+    def counted(self: Any, rank: int) -> Any:
+        read.append(find(self, rank))
+        return read[-1]
+
+    waiting.Board.read = counted  # type: ignore[method-assign]
+    with patience(0.004):
+        for _ in range(60):
+            group = groups[plan.randrange(len(groups))]
+            time.sleep(pauses.choice([0.0, 0.0, 0.03]))
+            if dist.get_rank(group) >= 0:
+                assert torch.allclose(call(group), wanted(group), rtol=1e-12)
+    waiting.Board.read = find  # type: ignore[method-assign]
+    assert sum(x is not None for x in read) > 20, "notes were hardly read"
+    # an error that was the same everywhere is no reason not to wait, later than for a rank alone
+    with patience(0.05):
+        refuse("got 3", lambda: call(3))
+        if rank == 2:
+            time.sleep(20 * waiting.PATIENCE)
+        assert torch.allclose(call(world), wanted(world), rtol=1e-12)
+
+
+def nobody_comes(rank: int, size: int) -> None:
+    """A timeout, in words, with the error that it was."""
+    group = dist.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=1))
+    check_usable(group)
+    if rank < 2:
+        caught: Any = None
+        try:
+            call(group)
+        except RuntimeError as error:
+            caught = error
+        words = f"all ranks of group {group.group_name!r} of processes 0, 1, 2"
+        assert words in str(caught), str(caught)
+        assert isinstance(caught.__cause__, RuntimeError)
+    dist.barrier()
+
+
+def values_of_options(rank: int, size: int) -> None:
+    """Arrays as options are the same on all ranks, where that can be seen; what is of the slice may differ."""
+    odd = rank == 1
+    decay = torch.tensor([0.5, 0.75, 0.25], dtype=torch.float64)
+    other = decay + 2.0**-50 * odd
+    scale = torch.tensor(0.5 - 0.25 * odd, dtype=torch.float64)
+    refuse("decay: expected torch.float64 (3,) with digest", lambda: call(None, decay=other))
+    refuse("scale: expected torch.float64 () with digest", lambda: call(None, scale=scale))
+    refuse("on rank 1", lambda: call(None, decay=decay.float() if odd else decay))
+    refuse("digest", lambda: call(None, decay=other.requires_grad_(), check=True))
+    call(None, decay=decay.clone().requires_grad_(), scale=torch.tensor(0.5, dtype=torch.float64))
+    call(None, scale=torch.full((), float("nan"), dtype=torch.float64))
+    call(None, log_decay=torch.tensor(-0.5 - rank, dtype=torch.float64))
+    call(None, log_decay=torch.full((H, 1), -0.5 - rank, dtype=torch.float64))
+    call(None, decay=other, check=False)
+    with away_from_hand():
+        call(None, decay=other)
+        refuse("digest", lambda: call(None, decay=other, check=True))
+
+
+def started_again(rank: int, size: int) -> None:
+    """Processes that end their groups and make new ones have compared nothing in these."""
+    world = dist.group.WORLD
+    with away_from_hand(), counting() as sent:
+        for _ in range(2):
+            call(None)
+        assert len(sent) == 3
+        told = [tempfile.mkdtemp() if rank == 0 else ""]
+        dist.broadcast_object_list(told, src=0)
+        dist.destroy_process_group()
+        store = dist.FileStore(str(Path(told[0]) / "meeting"), size)
+        limit = datetime.timedelta(seconds=ranks.SECONDS)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        assert dist.group.WORLD.group_name == world.group_name
+        call(None)
+        assert len(sent) == 5, f"{len(sent)} messages"
