@@ -22,7 +22,7 @@ torch: Any = only("torch")
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from hla.nn.torch import HigherOrderAttention  # noqa: E402
+from hla.nn.torch import HigherOrderAttention, LayerState  # noqa: E402
 from test_nn_torch import make, tokens  # noqa: E402
 from test_nn_torch_streams import OFFSETS, RICH  # noqa: E402
 
@@ -287,6 +287,27 @@ def test_gradients_per_example() -> None:
         want = torch.func.grad(loss)(given, x[row])
         for name, g in want.items():
             assert float((found[name][row] - g).abs().max()) <= 1e-10 * float(g.abs().max()), name
+
+
+def test_several_layers_at_once() -> None:
+    """vmap over their parameters, and over rows with their states."""
+    several, x = [make(RICH) for _ in range(3)], tokens()
+    with torch.no_grad():
+        for i, layer in enumerate(several):
+            layer.v_proj.weight.mul_(1.0 + i)
+    given, _ = torch.func.stack_module_state(several)
+
+    def run(parameters: Any) -> Any:
+        return torch.func.functional_call(several[0], parameters, (x,), {"return_state": True})
+
+    y, state = torch.func.vmap(run)(given)
+    assert isinstance(state, LayerState)
+    for i, layer in enumerate(several):
+        want, after = layer(x, return_state=True)
+        for got, expected in zip((y, *state.tensors()), (want, *after.tensors()), strict=True):
+            assert torch.allclose(got[i], expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
+    rows = torch.func.vmap(lambda row: several[1](row[None])[0])(x)
+    assert torch.allclose(rows, several[1](x), rtol=1e-12, atol=1e-12)
 
 
 def test_export() -> None:

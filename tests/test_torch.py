@@ -431,6 +431,8 @@ def test_func(name: str, backend: str | None) -> None:
         close(vmap(vmap(lambda *xs: run(*xs, form=form)))(q, k, v, log_decay), whole, form)  # noqa: B023
     shared = vmap(lambda a, c: run(a, k[0], c), in_dims=(0, 1), out_dims=1)(q, v.swapaxes(0, 1))
     close(shared, run(q, k[:1], v).swapaxes(0, 1))
+    by_time = [x.movedim(-2, 0) for x in (q, k, v)]
+    close(vmap(lambda *xs: run(*xs, axis=0), in_dims=1, out_dims=1)(*by_time), run(q, k, v).movedim(-2, 0))
 
     def loss(a: Any, b: Any, c: Any, g: Any, d: Any) -> Any:
         return (run(a, b, c, g) * d).sum()

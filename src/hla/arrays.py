@@ -279,6 +279,8 @@ def moveaxis(xp: Namespace, x: Array, source: int, target: int) -> Array:
     """`x` with axis `source` moved to `target` (a view where the library has views)."""
     if source == target:
         return x
+    if hasattr(x, "movedim"):  # torch, whose moveaxis is not known to vmap
+        return x.movedim(source, target)
     return xp.moveaxis(x, source, target)
 
 

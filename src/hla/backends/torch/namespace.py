@@ -33,7 +33,7 @@ class Namespace:
     exp, log = staticmethod(torch.exp), staticmethod(torch.log)
     isfinite, isinf = staticmethod(torch.isfinite), staticmethod(torch.isinf)
     logical_and, logical_not = staticmethod(torch.logical_and), staticmethod(torch.logical_not)
-    broadcast_to, reshape, moveaxis = (staticmethod(f) for f in (torch.broadcast_to, torch.reshape, torch.moveaxis))
+    broadcast_to, reshape, moveaxis = (staticmethod(f) for f in (torch.broadcast_to, torch.reshape, torch.movedim))
 
     def multiply_add(self, x: Tensor, y: Tensor, z: Tensor, spare: Any) -> Tensor:
         """x @ y + z; eager, into z where that is not needed any more."""
