@@ -91,6 +91,26 @@ class OperatorOptions:
         """As the operators call it."""
         return "causal" if self.causal else "none"
 
+    def keywords(self, decay: Any, log_decay: Any, token_mask: Any) -> dict[str, Any]:
+        """What a call of the operator is told, and one of `hla.step`: the options and the call's own arrays."""
+        own = self.decay
+        if own is not None and (decay is not None or log_decay is not None):
+            raise OptionError(
+                message("decay", f"none, as the module has decay={own}", "another one in the call",
+                        "Make the module with decay=None.")
+            )  # fmt: skip
+        return {
+            "decay": own if decay is None else decay,
+            "log_decay": log_decay,
+            "scale": self.scale,
+            "normalize": self.normalize,
+            "eps": self.eps,
+            "ridge": self.ridge,
+            "mask": self.mask,
+            "token_mask": token_mask,
+            "backend": self.backend,
+        }
+
 
 @dataclass(frozen=True)
 class LayerOptions:

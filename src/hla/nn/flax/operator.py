@@ -10,7 +10,6 @@ from jax import Array
 
 import hla
 from hla import arrays
-from hla.errors import OptionError, message
 from hla.nn.options import OperatorOptions, read_operator_options
 from hla.nn.refusals import check_batch, no_state
 from hla.states import is_state
@@ -115,7 +114,7 @@ class HigherOrderOperator(nnx.Module):
             q,
             k,
             v,
-            **self._shared(decay, log_decay, token_mask),
+            **self.options.keywords(decay, log_decay, token_mask),
             cu_seqlens=cu_seqlens,
             initial_state=state,
             return_state=return_state,
@@ -146,7 +145,7 @@ class HigherOrderOperator(nnx.Module):
             raise no_state("step")
         if is_state(state):
             check_batch(state, arrays.broadcast_shapes(*(tuple(x.shape[:-1]) for x in (q_t, k_t, v_t))))
-        return hla.step(state, q_t, k_t, v_t, **self._shared(decay, log_decay, token_mask))
+        return hla.step(state, q_t, k_t, v_t, **self.options.keywords(decay, log_decay, token_mask))
 
     def init_state(
         self,
@@ -175,27 +174,6 @@ class HigherOrderOperator(nnx.Module):
             normalize=options.normalize,
             ridge=options.ridge,
         )
-
-    def _shared(self, decay: Array | None, log_decay: Array | None, token_mask: Array | None) -> dict[str, Any]:
-        """The keywords that the operators and `hla.step` have in common."""
-        options = self.options
-        own = options.decay
-        if own is not None and (decay is not None or log_decay is not None):
-            raise OptionError(
-                message("decay", f"none, as the module has decay={own}", "another one in the call",
-                        "Make the module with decay=None.")
-            )  # fmt: skip
-        return {
-            "decay": own if decay is None else decay,
-            "log_decay": log_decay,
-            "scale": options.scale,
-            "normalize": options.normalize,
-            "eps": options.eps,
-            "ridge": options.ridge,
-            "mask": options.mask,
-            "token_mask": token_mask,
-            "backend": options.backend,
-        }
 
 
 def _batch(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import hla
 from hla import arrays
-from hla.errors import OptionError, message
 from hla.nn.options import OperatorOptions, read_operator_options
 from hla.nn.refusals import check_batch, no_state
 from hla.nn.torch.slices import Kept
@@ -133,13 +132,15 @@ class HigherOrderOperator(nn.Module):
         }
         if group is None:
             self._check_state(q, k, v, state, cu_seqlens, axis)
-            return getattr(hla, options.operator)(q, k, v, **self._shared(decay, log_decay, token_mask), **given)
+            return getattr(hla, options.operator)(
+                q, k, v, **self.options.keywords(decay, log_decay, token_mask), **given
+            )
         from hla.distributed.torch.operators import Sharing, run
 
         refusal: Exception | None = None
         try:
             self._check_state(q, k, v, state, cu_seqlens, axis)
-            given |= self._shared(decay, log_decay, token_mask)
+            given |= self.options.keywords(decay, log_decay, token_mask)
         except Exception as error:  # the other ranks have to hear of it
             refusal = error
         return run(options.operator, q, k, v, given, Sharing(group, session=session, refusal=refusal))
@@ -165,7 +166,7 @@ class HigherOrderOperator(nn.Module):
             raise no_state("step")
         axes = [tuple(x.shape[:-1]) for x in (q_t, k_t, v_t)]
         check_batch(state, arrays.broadcast_shapes(*axes))
-        return hla.step(state, q_t, k_t, v_t, **self._shared(decay, log_decay, token_mask))
+        return hla.step(state, q_t, k_t, v_t, **self.options.keywords(decay, log_decay, token_mask))
 
     def init_state(
         self,
@@ -202,27 +203,6 @@ class HigherOrderOperator(nn.Module):
             axes = [tuple(x.movedim(axis, -2).shape[:-2]) for x in (q, k, v)]
             batch = arrays.broadcast_shapes(*axes)
             check_batch(state, batch if cu_seqlens is None else (len(cu_seqlens) - 1, *batch))
-
-    def _shared(self, decay: Tensor | None, log_decay: Tensor | None, token_mask: Tensor | None) -> dict[str, Any]:
-        """The keywords that the operators and `hla.step` have in common."""
-        options = self.options
-        own = options.decay
-        if own is not None and (decay is not None or log_decay is not None):
-            raise OptionError(
-                message("decay", f"none, as the module has decay={own}", "another one in the call",
-                        "Make the module with decay=None.")
-            )  # fmt: skip
-        return {
-            "decay": own if decay is None else decay,
-            "log_decay": log_decay,
-            "scale": options.scale,
-            "normalize": options.normalize,
-            "eps": options.eps,
-            "ridge": options.ridge,
-            "mask": options.mask,
-            "token_mask": token_mask,
-            "backend": options.backend,
-        }
 
     def extra_repr(self) -> str:
         """The options that are not at their defaults."""
