@@ -65,6 +65,16 @@ CONFIGS: dict[str, Any] = {
     "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=D),
     "mistral": lambda: transformers.MistralConfig(**GROUPED, head_dim=D, sliding_window=4096),
     "gpt2": gpt2,
+    "opt": lambda: transformers.OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        word_embed_proj_dim=WIDTH,
+        ffn_dim=20,
+        num_hidden_layers=DEPTH,
+        num_attention_heads=3,
+        max_position_embeddings=40,
+        attention_dropout=0.0,
+    ),
     "bert": lambda: transformers.BertConfig(**ENCODER),
 }
 
@@ -270,22 +280,79 @@ def test_files_do_not_hold_the_attention(tmp_path: Path, calls: Any) -> None:
         assert len(calls) == count
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+LENGTHS = (4, 1, 6)
+
+
+def packed() -> tuple[Any, Any]:
+    """Tokens of three texts in one row, and the places of each in its text."""
+    return text(5, (1, sum(LENGTHS))), torch.cat([torch.arange(n) for n in LENGTHS])[None]
+
+
+def alone(model: Any, tokens: Any) -> tuple[Any, Any]:
+    """Logits of the texts, each by itself, and how far they may be off."""
+    parts = tokens.split(LENGTHS, 1)
+    return torch.cat([model(x).logits for x in parts], 1), torch.cat([allowed(model, x) for x in parts], 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 def test_packed_sequences_are_alone(name: str) -> None:
-    model = make(name)
-    lengths = (4, 1, 6)
-    tokens = text(5, (1, sum(lengths)))
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    model, (tokens, positions) = make(name), packed()
     found = model(tokens, position_ids=positions, use_cache=False).logits
-    start = 0
-    for n in lengths:
-        part = tokens[:, start : start + n]
-        assert_close(found[:, start : start + n], model(part).logits, allowed(model, part))
-        start += n
-    with pytest.raises(hla.OptionError, match=r"position_ids: .* Pass use_cache=False"):
-        model(tokens, position_ids=positions, use_cache=True)
+    assert_close(found, *alone(model, tokens))
     later = positions[:, :4] + 3  # in a row, from somewhere else
     assert model(tokens[:, :4], position_ids=later).logits.shape == (1, 4, VOCABULARY)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_packed_sequences_that_transformers_does_not_tell_of(name: str) -> None:
+    """It tells of none where there is a mask or a cache."""
+    model, (tokens, positions) = make(name), packed()
+    ones, padded = torch.ones_like(tokens), torch.ones_like(tokens)
+    padded[:, -2:] = 0
+    told = [{"use_cache": cached, "attention_mask": mask} for cached in (True, False) for mask in (ones, padded)]
+    for given in [{"use_cache": True}, *told, *([{"use_cache": False}] if name == "opt" else [])]:
+        with pytest.raises(hla.OptionError, match=r"position_ids: .* Pass use_cache=False and no attention_mask"):
+            model(tokens, position_ids=positions, **given)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "inside"])
+def test_positions_beside_padding(side: str, calls: Any) -> None:
+    """Those of the tokens or those of the columns: neither are packed sequences."""
+    model, tokens = make(), text()
+    mask = torch.ones_like(tokens)
+    mask[0, {"left": [0, 1, 2], "right": [8, 9, 10], "inside": [3, 4, 7]}[side]] = 0
+    of_tokens = (mask.cumsum(1) - 1).clamp_min(0)
+    for positions in (of_tokens, of_tokens.masked_fill(mask == 0, 1), torch.arange(TOKENS)[None]):
+        calls.clear()
+        model(tokens, position_ids=positions, attention_mask=mask)
+        assert len(calls) == DEPTH
+        assert all("token_mask" in told and "segment_ids" not in told for *_, told in calls)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_packed_sequences_in_a_compiled_model(masked: bool) -> None:
+    """Positions are not known there, so tokens are kept apart by them, beside a cache and a mask, too."""
+    model, (tokens, positions) = make(num_hidden_layers=1), packed()
+    mask = torch.ones_like(tokens)
+    mask[:, -2:] = 0
+    told = {"attention_mask": mask} if masked else {}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+    with torch.no_grad():
+        found = compiled(tokens, position_ids=positions, use_cache=not masked, **told).logits
+    want, bound = alone(model, tokens)
+    assert_close(found[:, :9], want[:, :9], bound[:, :9])
+
+
+def test_packed_sequences_behind_layers_of_another_kind() -> None:
+    """Positions are looked at in the first layer, unless that has no attention."""
+    module = Module()
+    module.config, module.layer_idx = llama(), 3
+    tensors = [torch.from_numpy(x) for x in heads()]
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]]).expand(BATCH, -1)
+    ALL_ATTENTION_FUNCTIONS["hla2"](module, *tensors, None, position_ids=positions)
+    module.config.layer_types = ["mamba", "mamba", "mamba", "full_attention"]
+    with pytest.raises(hla.OptionError, match="position_ids: expected positions in a row"):
+        ALL_ATTENTION_FUNCTIONS["hla2"](module, *tensors, None, position_ids=positions)
 
 
 @pytest.mark.parametrize(("name", "attention"), [("llama", "hla2"), ("gpt2", "ahla"), ("bert", "hla2")])

@@ -267,22 +267,63 @@ def _segments(
 
 
 def _told(attention_mask: Any, batch: int, length: int, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """What `_mask` made, as keywords of the operators."""
-    if attention_mask is None:
-        _check_positions(module, kwargs.get("position_ids"))
-        return {}
-    if not isinstance(attention_mask, Tensor) or attention_mask.dtype not in (torch.bool, torch.int64):
-        got = f"{attention_mask.dtype}" if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        raise DTypeError(
-            message("attention_mask", "bool, False for padding", got, "Pass a mask (B, T) of 0 and 1 to the model.")
-        )
-    if attention_mask.shape != (batch, length):
-        raise ShapeError(
-            message("attention_mask", f"shape ({batch}, {length})", f"{tuple(attention_mask.shape)}",
-                    "Masks of queries by keys cannot be told to these operators: pass a mask (B, T) to the model.")
+    """What `_mask` made, as keywords of the operators, and what it was not told of packed sequences."""
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.dtype not in (torch.bool, torch.int64):
+            got = f"{attention_mask.dtype}" if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise DTypeError(
+                message("attention_mask", "bool, False for padding", got,
+                        "Pass a mask (B, T) of 0 and 1 to the model.")
+            )  # fmt: skip
+        if attention_mask.shape != (batch, length):
+            raise ShapeError(
+                message("attention_mask", f"shape ({batch}, {length})", f"{tuple(attention_mask.shape)}",
+                        "Masks of queries by keys cannot be told to these operators: pass a mask (B, T) to the model.")
+            )  # fmt: skip
+        if attention_mask.dtype == torch.int64:
+            return {"segment_ids": attention_mask[:, None, None]}
+    told = {} if attention_mask is None else {"token_mask": attention_mask[:, None, None]}
+    segments = _untold(attention_mask, kwargs.get("position_ids"), length, module)
+    return told if segments is None else {**told, "segment_ids": segments[:, None, None]}
+
+
+def _untold(present: Tensor | None, positions: Any, length: int, module: nn.Module) -> Tensor | None:
+    """Packed sequences that Transformers does not tell of, since there is a cache or a mask: refused, or int (B, T).
+
+    Positions go on by one, or by the columns in between where tokens are skipped. In a traced program that cannot be
+    looked at, so there tokens are kept apart.
+    """
+    if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[1] != length or length < 2:
+        return None
+    traced = arrays.is_traced(positions)
+    if not traced and not _is_first(module):
+        return None
+    if present is None:
+        starts = positions.diff(dim=1) != 1
+        starts = torch.cat([torch.zeros_like(starts[:, :1]), starts], 1)
+    else:
+        positions = positions.expand(present.shape)
+        column = torch.arange(length, device=present.device)
+        last = torch.where(present, column, -1).cummax(1).values
+        last = torch.cat([torch.full_like(last[:, :1], -1), last[:, :-1]], 1)
+        step = positions - positions.gather(1, last.clamp_min(0))
+        starts = present & (last >= 0) & (step != 1) & (step != column - last)
+    if traced:
+        return starts.cumsum(1)
+    if bool(starts.any()):
+        raise OptionError(
+            message("position_ids", "positions in a row beside a cache or an attention_mask", "packed sequences",
+                    "Pass use_cache=False and no attention_mask. A model that then still comes here does not tell its "
+                    "attention of packed sequences.")
         )  # fmt: skip
-    name = "token_mask" if attention_mask.dtype == torch.bool else "segment_ids"
-    return {name: attention_mask[:, None, None]}
+    return None
+
+
+def _is_first(module: nn.Module) -> bool:
+    """Whether positions have not been looked at in an earlier layer; they are waited for."""
+    config = _config(module)
+    kinds: Any = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ["attention"]
+    return getattr(module, "layer_idx", 0) in (0, None) or "attention" not in kinds[0]
 
 
 def _check_model(config: Any) -> None:
@@ -296,16 +337,6 @@ def _check_model(config: Any) -> None:
                 message("attn_implementation", "a model that looks up its attention by name", model.__name__,
                         "It would compute softmax attention all the same: use hla.nn.convert.")
             )  # fmt: skip
-
-
-def _check_positions(module: nn.Module, positions: Any) -> None:
-    """Transformers does not tell of packed sequences where a cache is made: they would see each other."""
-    if not isinstance(positions, Tensor) or positions.ndim != 2 or getattr(module, "layer_idx", 0) not in (0, None):
-        return
-    if positions.shape[1] > 1 and not arrays.is_traced(positions) and bool((positions.diff(dim=1) != 1).any()):
-        raise OptionError(
-            message("position_ids", "positions in a row beside a cache", "packed sequences", "Pass use_cache=False.")
-        )
 
 
 def _check_call(
