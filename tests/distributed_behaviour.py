@@ -475,6 +475,7 @@ def lose_a_rank(rank: int, size: int) -> None:
         except RuntimeError:
             continue
         raise AssertionError("no error")
+    expect(RuntimeError, "group: expected a call by all ranks of group", lambda: shared.hla2(*x))
     assert time.monotonic() - start < ranks.SECONDS / 2
 
 
