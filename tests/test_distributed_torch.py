@@ -1,5 +1,5 @@
 """`hla.distributed.torch`: processes that share a sequence compute what one process does. What they run is in
-`distributed_calls`, `distributed_behaviour` and `distributed_groups`."""
+`distributed_calls`, `distributed_behaviour`, `distributed_groups` and `distributed_device`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ def test_behaviour(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "size"), GROUPS)
 def test_groups(name: str, size: int, tmp_path: Path) -> None:
     ranks.run(f"distributed_groups:{name}", size, tmp_path)
+
+
+def test_on_a_device_that_is_elsewhere(tmp_path: Path) -> None:
+    if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this PyTorch takes no backends written in Python")
+    ranks.run("distributed_device:on_a_device", 2, tmp_path)
 
 
 def test_a_killed_rank_is_an_error_in_the_others(tmp_path: Path) -> None:
