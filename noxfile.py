@@ -6,6 +6,7 @@ Words after ``--`` go to pytest, for example ``nox -R -s tests-torch -- -k step`
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import nox
@@ -37,6 +38,8 @@ ONE_THREAD = {  # two workers on two cores: a thread pool in each would only get
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
+# Bytecode is written at the first import, not for all that is installed: of torch most is never imported.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 FRAMEWORKS = ("torch", "jax", "jaxlib", "cupy", "triton", "array_api_strict")
 TERMINAL = ("rich", "matplotlib")
 
@@ -50,23 +53,43 @@ def group(*names: str) -> list[str]:
     return list(dict.fromkeys(result))
 
 
+def install(session: nox.Session, *requirements: str) -> None:
+    session.install("--no-compile", *requirements)
+
+
+def quick_programs(session: nox.Session) -> dict[str, str]:
+    """With these flags XLA compiles three to four times as fast; a version that lacks one ends at its sight."""
+    quick = {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"}
+    script = ("python", "-c", "import jax; jax.devices(); print('taken')")
+    printed = session.run(*script, env=quick, silent=True, log=False, success_codes=range(-32, 256))
+    if "taken" in str(printed):
+        return quick
+    session.warn(f"this version of XLA does not take {quick['XLA_FLAGS']}")
+    return {}
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
-    session.install(*group("lint"))
+    install(session, *group("lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
 
 
 @nox.session
 def types(session: nox.Session) -> None:
-    session.install(".", *group("types"))
+    install(session, ".", *group("types"))
     session.run("mypy", "--strict", "src/hla")
 
 
-def run_tests(session: nox.Session, name: str, module: str, *words: str) -> None:
-    """The whole suite, its shared tests on one array library; where that is missing the session fails."""
-    session.install(".", *group("test", "cli", "numpy", name))
+def install_for(session: nox.Session, name: str, module: str) -> None:
+    """What the whole suite needs for one array library; where that is missing the session fails."""
+    install(session, ".", *group("test", "cli", "numpy", name))
     session.run("python", "-c", f"import rich, {module}; print({module}.__name__, {module}.__version__)")
+
+
+def run_tests(session: nox.Session, name: str, module: str, *words: str) -> None:
+    """The whole suite, its shared tests on one array library."""
+    install_for(session, name, module)
     session.run("pytest", f"--arrays={name}", "-n", "2", "tests", *words, *session.posargs, env=ONE_THREAD)
 
 
@@ -93,7 +116,13 @@ def tests_torch(session: nox.Session) -> None:
 
 @nox.session(name="tests-jax")
 def tests_jax(session: nox.Session) -> None:
-    run_tests(session, "jax", "jax", WITHOUT_PROCESSES)
+    """What is marked as optimised runs by itself, with XLA as it is."""
+    install_for(session, "jax", "jax")
+    quick = {**ONE_THREAD, **quick_programs(session)}
+    rest = ("-m", "not optimised and not all_configs", WITHOUT_PROCESSES)
+    session.run("pytest", "--arrays=jax", "-n", "2", "tests", *rest, *session.posargs, env=quick)
+    marked = ("-m", "optimised", "tests/test_jax.py")
+    session.run("pytest", "--arrays=jax", "-n", "2", *marked, *session.posargs, env=ONE_THREAD)
 
 
 TRITON_FILES = ("interpreter", "large", "gradients", "library", "gpu_script", "planted")
@@ -102,7 +131,7 @@ TRITON_FILES = ("interpreter", "large", "gradients", "library", "gpu_script", "p
 @nox.session(name="tests-triton")
 def tests_triton(session: nox.Session) -> None:
     """The Triton backend's kernels in Triton's interpreter, on the CPU."""
-    session.install(".", *group("test", "cli", "triton"))
+    install(session, ".", *group("test", "cli", "triton"))
     files = ["tests/test_triton.py", *(f"tests/test_triton_{name}.py" for name in TRITON_FILES)]
     interpreted = {**ONE_THREAD, "TRITON_INTERPRET": "1"}
     session.run("pytest", "--arrays=torch", "-n", "2", *files, *session.posargs, env=interpreted)
@@ -111,14 +140,14 @@ def tests_triton(session: nox.Session) -> None:
 @nox.session(name="triton-compile")
 def triton_compile(session: nox.Session) -> None:
     """The Triton backend's kernels compiled for several GPUs, without one."""
-    session.install(".", *group("test", "triton"))
+    install(session, ".", *group("test", "triton"))
     session.run("pytest", "--arrays=torch", "-n", "2", "tests/test_triton_compile.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(name="triton-compile-all", default=False)
 def triton_compile_all(session: nox.Session) -> None:
     """Every configuration of every kernel, for every GPU: the better part of an hour."""
-    session.install(".", *group("test", "triton"))
+    install(session, ".", *group("test", "triton"))
     file = "tests/test_triton_compile.py"
     session.run("pytest", "--arrays=torch", "-n", "2", "-m", "all_configs", file, *session.posargs, env=ONE_THREAD)
 
@@ -126,8 +155,8 @@ def triton_compile_all(session: nox.Session) -> None:
 @nox.session(name="triton-semantics", default=False)
 def triton_semantics(session: nox.Session) -> None:
     """The compiler's intermediate code of the Triton kernels, run on the CPU by ttsem: a second opinion, optional."""
-    session.install(".", *group("test", "triton"))
-    session.install("--no-deps", "--ignore-requires-python", "ttsem==0.1.0")
+    install(session, ".", *group("test", "triton"))
+    install(session, "--no-deps", "--ignore-requires-python", "ttsem==0.1.0")
     file = "tests/test_triton_semantics.py"
     session.run("python", "-m", "ttsem.sanitize", "pytest", "--arrays=torch", file, *session.posargs, env=ONE_THREAD)
 
@@ -146,7 +175,7 @@ def tests_cupy(session: nox.Session) -> None:
 @nox.session(name="cupy-sanitize")
 def cupy_sanitize(session: nox.Session) -> None:
     """The CUDA sources under the address, undefined-behaviour and thread sanitizers."""
-    session.install(".", *group("test", "cupy"))
+    install(session, ".", *group("test", "cupy"))
     session.run(
         "pytest", "--arrays=numpy", "-n", "2", "-m", "sanitizers", *CUDA_FILES, *session.posargs, env=ONE_THREAD
     )
@@ -155,16 +184,17 @@ def cupy_sanitize(session: nox.Session) -> None:
 @nox.session(name="cupy-compile")
 def cupy_compile(session: nox.Session) -> None:
     """The CUDA sources compiled by NVRTC for several GPUs, without one."""
-    session.install(".", *group("test", "nvrtc"))
+    install(session, ".", *group("test", "nvrtc"))
     files = ("tests/test_cupy_compile.py", "tests/test_cuda_nvrtc.py")
     session.run("pytest", "--arrays=numpy", "-n", "2", *files, *session.posargs, env=ONE_THREAD)
 
 
 def run_files(session: nox.Session, pattern: str, arrays: str, *groups: str) -> None:
     """Only the files that are about what these groups install."""
-    session.install(".", *group("test", *groups))
+    install(session, ".", *group("test", *groups))
     files = sorted(map(str, Path("tests").glob(pattern)))
-    session.run("pytest", f"--arrays={arrays}", "-n", "2", *files, *session.posargs, env=ONE_THREAD)
+    environment = {**ONE_THREAD, **(quick_programs(session) if arrays == "jax" else {})}
+    session.run("pytest", f"--arrays={arrays}", "-n", "2", *files, *session.posargs, env=environment)
 
 
 @nox.session(name="tests-flax")
@@ -191,7 +221,7 @@ def tests_distributed(session: nox.Session) -> None:
 @nox.session
 def minimal(session: nox.Session) -> None:
     """NumPy alone: no other array library, nothing for the terminal."""
-    session.install(".[numpy]", *group("test", "numpy"))
+    install(session, ".[numpy]", *group("test", "numpy"))
     absent = (*FRAMEWORKS, *TERMINAL)
     session.run(
         "python",
@@ -207,5 +237,5 @@ def minimal(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    session.install(*group("docs"))
+    install(session, *group("docs"))
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})

@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "optimised: with all of XLA's optimisations, in processes of their own in nox")
     name = libraries.chosen = config.getoption("--arrays")
     if name == "cupy":
         stand_in(config)
@@ -109,7 +110,7 @@ def quick_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     jax.clear_caches()
 
 
-ONCE = ("concurrency", "cost", "errata", "imports", "memory", "public_api")
+ONCE = ("concurrency", "cost", "errata", "imports", "inspect", "memory", "public_api", "storage", "testing")
 """Files whose tests, but for the shared ones, are about no array library: the session of NumPy runs them."""
 LONG = ("errors", "forms", "inputs", "nonfinite", "packing", "reference")
 COMPILED = ("gradients", "paper", "scan", "segments", "states", "storage")

@@ -30,14 +30,13 @@ import jax.numpy as jnp  # noqa: E402
 FEW_IN_ONE_FORM = list(zip(FEW, ("recurrent", "scan", "chunkwise", "chunkwise"), strict=True))
 
 
-OPTIMISED = ("values_and_gradients[hla2-", "two_loops", "memory", "donated")
+optimised = pytest.mark.optimised
 
 
 @pytest.fixture(autouse=True)
 def quick_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     """XLA compiles three times as fast without most optimisations; some of each kind of test have them."""
-    quick = not any(part in request.node.name for part in OPTIMISED)
-    jax.config.update("jax_disable_most_optimizations", quick)
+    jax.config.update("jax_disable_most_optimizations", not request.node.get_closest_marker("optimised"))
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 
@@ -139,9 +138,10 @@ class Traced:
 
 EACH = [(name, FORMS[i % 4], None) for i, name in enumerate(OPERATORS)] + [("hla2", form, None) for form in FORMS[2:]]
 ON_THE_CORE = [(name, form, "numpy") for name, form in FEW_IN_ONE_FORM]
+COMPILED = [pytest.param(*case, marks=[optimised] if case[0] == "hla2" else []) for case in EACH + ON_THE_CORE]
 
 
-@pytest.mark.parametrize(("name", "form", "backend"), EACH + ON_THE_CORE)
+@pytest.mark.parametrize(("name", "form", "backend"), COMPILED)
 def test_compiled_values_and_gradients(name: str, form: str, backend: str | None) -> None:
     """jit and grad through outputs and states, with respect to everything."""
     *inputs, do = draw()
@@ -184,6 +184,7 @@ def test_gradients_without_compilation(backend: str | None) -> None:
         same(jax.grad(loss)(given), want, name)
 
 
+@optimised
 @pytest.mark.parametrize(("name", "form"), [*((name, "chunkwise") for name in FEW), ("hla2", "recurrent")])
 def test_two_loops_one_value(name: str, form: str) -> None:
     """Values and derivatives run through loops of their own: the values are the same, and those of the definition."""
@@ -515,6 +516,7 @@ def test_states_are_pytrees() -> None:
     all_close(final, last)
 
 
+@optimised
 @pytest.mark.parametrize("name", FEW)
 def test_decoding_with_a_donated_state(name: str) -> None:
     """Compiled once, each step writes its state where the old one was."""
@@ -644,6 +646,7 @@ def needed(name: str, length: int, chunk: int) -> tuple[Any, Any]:
     return compiled.memory_analysis().temp_size_in_bytes, 3 * tokens + 2 * carries + 32 * pairs
 
 
+@optimised
 @pytest.mark.parametrize("name", ["linear_attention", "hla2", "hla3"])
 def test_memory_of_gradients(name: str) -> None:
     """Kept are the states between chunks; all else is computed again. Nothing of T·C or T² is there."""
@@ -840,7 +843,7 @@ print(programs)
 @pytest.mark.parametrize(("script", "programs"), [(SHARDED, 8), (MAPPED, 6)], ids=["sharded", "shard_map"])
 def test_on_four_devices(script: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads or batch spread over a mesh: no communication, results spread as the inputs, on both kinds of axes."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4", prepend=" ")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
