@@ -35,9 +35,36 @@ def linear_attention(
     method: str = "auto",
     **options: Unpack[Keywords],
 ) -> Any:
-    r"""`hla.linear_attention` of a sequence that is spread over devices. Arguments and results are those of `hla2`.
+    r"""`hla.linear_attention` of a sequence that is spread over devices, to be called inside `jax.shard_map`.
 
-    Every device sends the field P of its slice's segment, d·dv numbers per head, and ρ.
+    The slices' states add up, with ρ_B the decay through the later slice (§2.2):
+
+    $$P_{AB} = \rho_B P_A + P_B, \qquad P = \textstyle\sum_t \Gamma(T-1,t)\, k_t v_t^\top$$
+
+    Every device sends P of its slice, d·dv numbers per head, and ρ.
+
+    Args:
+        q: (*batch, T, d): this device's tokens.
+        k: (*batch, T, d).
+        v: (*batch, T, dv).
+        axis_name: see `hla2`.
+        mesh: see `hla2`.
+        exchange: see `hla2`.
+        method: see `hla2`.
+        **options: see `hla2`.
+
+    Returns:
+        o (*batch, T, dv), this device's tokens, or (o, state), as of `hla2`.
+
+    Raises:
+        OptionError, ShapeError: as `hla2`, and all that `hla.linear_attention` raises.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, hla.distributed.jax
+        >>> mesh = jax.make_mesh((1,), ("seq",))  # as many devices as there are
+        >>> x = jnp.ones((3, 1))
+        >>> hla.distributed.jax.linear_attention(x, x, x, axis_name="seq", mesh=mesh, decay=0.5)[:, 0]
+        Array([1.  , 1.5 , 1.75], dtype=float32)
     """
     return _call("linear_attention", q, k, v, axis_name, mesh, exchange, method, options)
 
@@ -56,9 +83,13 @@ def hla2(
 ) -> Any:
     r"""`hla.hla2` of a sequence that is spread over devices, to be called inside `jax.shard_map`.
 
-    A slice's segment has the fields S, C and F, and A ⊕ B ⊕ … of all slices before a device's own takes the initial
-    state to the one that its slice starts from (math, "Segments"). Every device sends d² + 2·d·dv numbers per head, and
-    ρ.
+    A slice's segment has S, C = Σ q vᵀ and F, and two of them, A before B, combine (§4, its decay corrected) by
+
+    $$S_{AB} = \rho_B S_A + S_B, \quad C_{AB} = \rho_B C_A + C_B, \quad
+    F_{AB} = \rho_B^2 F_A + F_B + \rho_B S_A C_B$$
+
+    so that those of all slices before a device's own take the initial state to the one that its slice starts from.
+    Every device sends these, d² + 2·d·dv numbers per head, and ρ.
 
     Args:
         q: (*batch, T, d): this device's tokens. Slices are equally long and in the order of the devices; where the
@@ -121,9 +152,37 @@ def ahla(
     method: str = "auto",
     **options: Unpack[Keywords],
 ) -> Any:
-    r"""`hla.ahla` of a sequence that is spread over devices. Arguments and results are those of `hla2`.
+    r"""`hla.ahla` of a sequence that is spread over devices, to be called inside `jax.shard_map`.
 
-    Every device sends the fields R, P and E of its slice's segment, d² + 2·d·dv numbers per head, and ρ.
+    A slice's segment has R = Σ k qᵀ, P and E, and two of them, A before B, combine (§6.2, its decay corrected) by
+
+    $$R_{AB} = R_A + R_B, \quad P_{AB} = \rho_B P_A + P_B, \quad
+    E_{AB} = \rho_B E_A + E_B + \rho_B R_B P_A$$
+
+    Every device sends these, d² + 2·d·dv numbers per head, and ρ.
+
+    Args:
+        q: (*batch, T, d): this device's tokens.
+        k: (*batch, T, d).
+        v: (*batch, T, dv).
+        axis_name: see `hla2`.
+        mesh: see `hla2`.
+        exchange: see `hla2`.
+        method: see `hla2`.
+        **options: see `hla2`.
+
+    Returns:
+        o (*batch, T, dv), this device's tokens, or (o, state), as of `hla2`.
+
+    Raises:
+        OptionError, ShapeError: as `hla2`, and all that `hla.ahla` raises.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, hla.distributed.jax
+        >>> mesh = jax.make_mesh((1,), ("seq",))  # as many devices as there are
+        >>> x = jnp.ones((3, 1))
+        >>> hla.distributed.jax.ahla(x, x, x, axis_name="seq", mesh=mesh)[:, 0]
+        Array([1., 3., 6.], dtype=float32)
     """
     return _call("ahla", q, k, v, axis_name, mesh, exchange, method, options)
 
@@ -140,10 +199,37 @@ def hla3(
     method: str = "auto",
     **options: Unpack[Keywords],
 ) -> Any:
-    r"""`hla.hla3` of a sequence that is spread over devices. Arguments and results are those of `hla2`.
+    r"""`hla.hla3` of a sequence that is spread over devices, to be called inside `jax.shard_map`.
 
-    Every device sends the six fields of its slice's segment, 3·d² + 3·d·dv numbers per head, and ρ. With
-    ``definition="as_printed"`` there are two rounds, of three states each.
+    A slice's segment has S, Q = Σ q qᵀ, P, E, U and F, and two of them, A before B, combine like those of `hla2`, with
+
+    $$F_{AB} = \rho_B^3 F_A + F_B + \rho_B^2 S_A Q_B P_A + \rho_B S_A E_B + \rho_B U_B P_A$$
+
+    where §7.3 has maps of d³·dv numbers; all six are in math, "Segments". Every device sends them, 3·d² + 3·d·dv
+    numbers per head, and ρ. With ``definition="as_printed"`` there are two rounds, of three states each.
+
+    Args:
+        q: (*batch, T, d): this device's tokens.
+        k: (*batch, T, d).
+        v: (*batch, T, dv).
+        axis_name: see `hla2`.
+        mesh: see `hla2`.
+        exchange: see `hla2`.
+        method: see `hla2`.
+        **options: see `hla2`.
+
+    Returns:
+        o (*batch, T, dv), this device's tokens, or (o, state), as of `hla2`.
+
+    Raises:
+        OptionError, ShapeError: as `hla2`, and all that `hla.hla3` raises.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, hla.distributed.jax
+        >>> mesh = jax.make_mesh((1,), ("seq",))  # as many devices as there are
+        >>> x = jnp.ones((3, 1))
+        >>> hla.distributed.jax.hla3(x, x, x, axis_name="seq", mesh=mesh)[:, 0]
+        Array([ 1.,  5., 14.], dtype=float32)
     """
     return _call("hla3", q, k, v, axis_name, mesh, exchange, method, options)
 
@@ -161,10 +247,39 @@ def higher_order(
     method: str = "auto",
     **options: Unpack[Keywords],
 ) -> Any:
-    r"""`hla.higher_order` of a sequence that is spread over devices. Arguments and results are those of `hla2`.
+    r"""`hla.higher_order` of a sequence that is spread over devices, to be called inside `jax.shard_map`.
 
-    Above order 3 the states of each stage travel in a round of their own: ⌊order/2⌋ + 1 rounds, of d·dv numbers per
-    head and ρ, the first of d² (odd orders: d² + d·dv).
+    Above order 3 the states travel, stage by stage; a slice sums its own from the S and the o that enter it (§7):
+
+    $$F^{(n)}_{AB} = \rho_B^2 F^{(n)}_A + F^{(n)}_B, \qquad
+    F^{(n)}_B = \textstyle\sum_{t \in B} \Gamma(T-1,t)^2\, (S_t q_t)\, o^{(n-1)\top}_t$$
+
+    There are ⌊order/2⌋ + 1 rounds, of d·dv numbers per head and ρ, the first of d² (odd orders: d² + d·dv).
+
+    Args:
+        q: (*batch, T, d): this device's tokens.
+        k: (*batch, T, d).
+        v: (*batch, T, dv).
+        order: the interaction degree, an integer ≥ 1.
+        axis_name: see `hla2`.
+        mesh: see `hla2`.
+        exchange: see `hla2`.
+        method: see `hla2`.
+        **options: see `hla2`.
+
+    Returns:
+        o (*batch, T, dv), this device's tokens, or (o, state), as of `hla2`.
+
+    Raises:
+        OptionError, ShapeError: as `hla2`, and all that `hla.higher_order` raises.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, hla.distributed.jax
+        >>> mesh = jax.make_mesh((1,), ("seq",))  # as many devices as there are
+        >>> x = jnp.ones((3, 1))
+        >>> jnp.array_equal(hla.distributed.jax.higher_order(x, x, x, order=4, axis_name="seq", mesh=mesh),
+        ...                 hla.hla2(x, x, hla.hla2(x, x, x)))
+        Array(True, dtype=bool)
     """
     return _call("higher_order", q, k, v, axis_name, mesh, exchange, method, options, order)
 

@@ -7,6 +7,8 @@ exchange has its counterpart there.
 
 Args of all functions, beside those of the operators:
     group: a ProcessGroup, a DeviceMesh of one dimension, (mesh, name of a dimension), or None for the default group.
+        Ranks that wait for each other in different groups, or for one whose group was refused, get an error: see
+        `hla.distributed.torch.waiting`.
     method: "segments": one exchange, for linear_attention, hla2, ahla and hla3 in their exact definition. "stages":
         one exchange for each stage of the operator, for all of them. "auto": segments where there are such. See
         `hla.distributed.rounds`.
@@ -53,39 +55,13 @@ def linear_attention(
     check: bool | None = None,
     **options: Unpack[Keywords],
 ) -> Any:
-    """`hla.linear_attention` over a group of processes. One exchange of P, d·dv numbers per head.
+    r"""`hla.linear_attention` over a group of processes: this rank computes the outputs of its slice.
 
-    Args:
-        q: (*batch, T, d), T tokens of this rank.
-        k: (*batch, T, d).
-        v: (*batch, T, dv).
-        group: see `hla.distributed.torch`.
-        method: see `hla.distributed.torch`.
-        check: see `hla.distributed.torch`.
-        **options: those of the operator.
+    The slices' states add up, with ρ_B the decay through the later slice (§2.2):
 
-    Returns:
-        o (*batch, T, dv) of this rank's tokens, or (o, state) with the state after the last rank's.
+    $$P_{AB} = \rho_B P_A + P_B, \qquad P = \textstyle\sum_t \Gamma(T-1,t)\, k_t v_t^\top$$
 
-    Raises:
-        OptionError, ShapeError, DTypeError: as the operator, and on every rank where the ranks differ or one of them
-            has been refused.
-    """
-    return run("linear_attention", q, k, v, dict(options), Sharing(group, method, check))
-
-
-@with_signature
-def hla2(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: Group = None,
-    method: str = "auto",
-    check: bool | None = None,
-    **options: Unpack[Keywords],
-) -> Any:
-    """`hla.hla2` over a group of processes. One exchange of S, C, F, or with method "stages" one of S and one of F.
+    In one exchange d·dv numbers per head and ρ travel from each rank.
 
     Args:
         q: (*batch, T, d), T tokens of this rank.
@@ -105,18 +81,17 @@ def hla2(
 
     Example:
         >>> import torch, torch.distributed as dist, hla.distributed.torch
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> q, k, v = torch.randn(3, 2, 11, 4).unbind()
-        >>> o, state = hla.distributed.torch.hla2(q, k, v, decay=0.9, return_state=True)
-        >>> torch.allclose(o, hla.hla2(q, k, v, decay=0.9), atol=1e-4)
-        True
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # under torchrun: ("gloo")
+        >>> x = torch.ones(3, 1)
+        >>> hla.distributed.torch.linear_attention(x, x, x, decay=0.5)[:, 0]
+        tensor([1.0000, 1.5000, 1.7500])
         >>> dist.destroy_process_group()
     """
-    return run("hla2", q, k, v, dict(options), Sharing(group, method, check))
+    return run("linear_attention", q, k, v, dict(options), Sharing(group, method, check))
 
 
 @with_signature
-def ahla(
+def hla2(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -126,7 +101,14 @@ def ahla(
     check: bool | None = None,
     **options: Unpack[Keywords],
 ) -> Any:
-    """`hla.ahla` over a group of processes. One exchange of R, P, E, or with method "stages" one of P and one of E.
+    r"""`hla.hla2` over a group of processes: this rank computes the outputs of its slice.
+
+    A slice's segment has S, C = Σ q vᵀ and F, and two of them, A before B, combine (§4, its decay corrected) by
+
+    $$S_{AB} = \rho_B S_A + S_B, \quad C_{AB} = \rho_B C_A + C_B, \quad
+    F_{AB} = \rho_B^2 F_A + F_B + \rho_B S_A C_B$$
+
+    In one exchange d² + 2·d·dv numbers per head and ρ travel from each rank; with method "stages" S, and then F.
 
     Args:
         q: (*batch, T, d), T tokens of this rank.
@@ -143,6 +125,61 @@ def ahla(
     Raises:
         OptionError, ShapeError, DTypeError: as the operator, and on every rank where the ranks differ or one of them
             has been refused.
+
+    Example:
+        >>> import torch, torch.distributed as dist, hla.distributed.torch
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # under torchrun: ("gloo")
+        >>> x = torch.ones(3, 1)
+        >>> hla.distributed.torch.hla2(x, x, x)[:, 0]
+        tensor([1., 3., 6.])
+        >>> dist.destroy_process_group()
+    """
+    return run("hla2", q, k, v, dict(options), Sharing(group, method, check))
+
+
+@with_signature
+def ahla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = None,
+    method: str = "auto",
+    check: bool | None = None,
+    **options: Unpack[Keywords],
+) -> Any:
+    r"""`hla.ahla` over a group of processes: this rank computes the outputs of its slice.
+
+    A slice's segment has R = Σ k qᵀ, P and E, and two of them, A before B, combine (§6.2, its decay corrected) by
+
+    $$R_{AB} = R_A + R_B, \quad P_{AB} = \rho_B P_A + P_B, \quad
+    E_{AB} = \rho_B E_A + E_B + \rho_B R_B P_A$$
+
+    In one exchange d² + 2·d·dv numbers per head and ρ travel from each rank; with method "stages" P, and then E.
+
+    Args:
+        q: (*batch, T, d), T tokens of this rank.
+        k: (*batch, T, d).
+        v: (*batch, T, dv).
+        group: see `hla.distributed.torch`.
+        method: see `hla.distributed.torch`.
+        check: see `hla.distributed.torch`.
+        **options: those of the operator.
+
+    Returns:
+        o (*batch, T, dv) of this rank's tokens, or (o, state) with the state after the last rank's.
+
+    Raises:
+        OptionError, ShapeError, DTypeError: as the operator, and on every rank where the ranks differ or one of them
+            has been refused.
+
+    Example:
+        >>> import torch, torch.distributed as dist, hla.distributed.torch
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # under torchrun: ("gloo")
+        >>> x = torch.ones(3, 1)
+        >>> hla.distributed.torch.ahla(x, x, x)[:, 0]
+        tensor([1., 3., 6.])
+        >>> dist.destroy_process_group()
     """
     return run("ahla", q, k, v, dict(options), Sharing(group, method, check))
 
@@ -158,8 +195,15 @@ def hla3(
     check: bool | None = None,
     **options: Unpack[Keywords],
 ) -> Any:
-    """`hla.hla3` over a group of processes. One exchange of six matrices, or with method "stages" one of S and P and
-    one of F.
+    r"""`hla.hla3` over a group of processes: this rank computes the outputs of its slice.
+
+    A slice's segment has S, Q = Σ q qᵀ, P, E, U and F, and two of them, A before B, combine like those of `hla2`, with
+
+    $$F_{AB} = \rho_B^3 F_A + F_B + \rho_B^2 S_A Q_B P_A + \rho_B S_A E_B + \rho_B U_B P_A$$
+
+    where §7.3 has maps of d³·dv numbers; all six are in math, "Segments".
+
+    In one exchange 3·d² + 3·d·dv numbers per head and ρ travel from each rank; with method "stages" S and P, then F.
 
     Args:
         q: (*batch, T, d), T tokens of this rank.
@@ -176,6 +220,14 @@ def hla3(
     Raises:
         OptionError, ShapeError, DTypeError: as the operator, and on every rank where the ranks differ or one of them
             has been refused.
+
+    Example:
+        >>> import torch, torch.distributed as dist, hla.distributed.torch
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # under torchrun: ("gloo")
+        >>> x = torch.ones(3, 1)
+        >>> hla.distributed.torch.hla3(x, x, x)[:, 0]
+        tensor([ 1.,  5., 14.])
+        >>> dist.destroy_process_group()
     """
     return run("hla3", q, k, v, dict(options), Sharing(group, method, check))
 
@@ -192,7 +244,14 @@ def higher_order(
     check: bool | None = None,
     **options: Unpack[Keywords],
 ) -> Any:
-    """`hla.higher_order` over a group of processes. Above order 3 one exchange for each stage.
+    r"""`hla.higher_order` over a group of processes: this rank computes the outputs of its slice.
+
+    Above order 3 the states travel, stage by stage; a slice sums its own from the S and the o that enter it (§7):
+
+    $$F^{(n)}_{AB} = \rho_B^2 F^{(n)}_A + F^{(n)}_B, \qquad
+    F^{(n)}_B = \textstyle\sum_{t \in B} \Gamma(T-1,t)^2\, (S_t q_t)\, o^{(n-1)\top}_t$$
+
+    There are ⌊order/2⌋ + 1 exchanges, one for each stage, of d·dv numbers per head and ρ, the first with S too.
 
     Args:
         q: (*batch, T, d), T tokens of this rank.
@@ -210,5 +269,13 @@ def higher_order(
     Raises:
         OptionError, ShapeError, DTypeError: as the operator, and on every rank where the ranks differ or one of them
             has been refused.
+
+    Example:
+        >>> import torch, torch.distributed as dist, hla.distributed.torch
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # under torchrun: ("gloo")
+        >>> x = torch.ones(3, 1)
+        >>> torch.equal(hla.distributed.torch.higher_order(x, x, x, order=4), hla.hla2(x, x, hla.hla2(x, x, x)))
+        True
+        >>> dist.destroy_process_group()
     """
     return run("higher_order", q, k, v, dict(options), Sharing(group, method, check), order)
