@@ -33,7 +33,14 @@ from libraries import only
 torch: Any = only("torch")
 pytest.importorskip("transformers")
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hla.integrations.transformers import HLACache, HLAConfig, HLAForCausalLM, HLAModel, register  # noqa: E402
 from hla.integrations.transformers.model import CACHE  # noqa: E402
@@ -267,7 +274,11 @@ def test_names_from_elsewhere_are_refused(tmp_path: Path) -> None:
         "num_heads": "Use num_attention_heads=…", "num_kv_heads": "Use num_key_value_heads=…", "rope_theta": "rotary_b",
         "tie_embeddings": "Use tie_word_embeddings=…", "operator": "Use layers=…", "mixer": "Use layers=…",
         "n_embd": "Use hidden_size=…", "n_layer": "Use num_hidden_layers=…", "n_head": "Use num_attention_heads=…",
-        "attention_dropout": "Use dropout=…", "causal": "is causal",
+        "attention_dropout": "Use dropout=…", "causal": "is causal", "layer_types": "Use layers=…",
+        "hidden_act": "SwiGLU",
+        "attention_bias": 'Use attention={"bias": …}', "sliding_window": "decay", "rope_scaling": "Use rotary_base=…",
+        "rope_parameters": "Use rotary_base=…", "is_encoder_decoder": "is a decoder",
+        "add_cross_attention": "is a decoder", "output_attentions": "without attention weights",
     }  # fmt: skip
     own = set(inspect.signature(HigherOrderAttention).parameters) - {"device", "dtype", "process_group"}
     own |= {field.name for field in dataclasses.fields(ModelConfig)}
@@ -687,12 +698,42 @@ def test_what_generation_cannot_do() -> None:
         (hla.OptionError, "cache_implementation: expected None, got 'static'", {"cache_implementation": "static"}),
         (hla.OptionError, "cache_implementation: expected None", {"cache_implementation": "offloaded"}),
         (hla.DTypeError, "cache: expected an HLACache of 3 layers, got DynamicCache", {CACHE: DynamicCache()}),
+        (hla.OptionError, "generate_batch: .* Use generate", {"cache_implementation": "paged"}),
         (hla.OptionError, "There are no attention weights", {"output_attentions": True}),
         (ValueError, "assisted generation is not supported with stateful models", {"prompt_lookup_num_tokens": 2}),
         (ValueError, "assisted generation is not supported with stateful models", {"assistant_model": make()}),
     ):
         with pytest.raises(kind, match=says):
             generated(model, tokens, **told)
+    with pytest.raises(hla.OptionError, match=r"generate_batch: .* Use generate"):
+        model.generate_batch([[1, 2]])
+    for empty in ({"inputs": tokens[:, :0]}, {"inputs_embeds": torch.zeros(BATCH, 0, WIDTH, dtype=torch.float64)}):
+        with pytest.raises(hla.OptionError, match="input_ids: expected a token in each prompt"):
+            model.generate(**empty, max_new_tokens=2)
+
+
+def test_it_assists_no_other_model() -> None:
+    """What it guesses is taken back where the other model says something else."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 1}
+    other = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=3, num_key_value_heads=3)).double().eval()
+    with pytest.raises(hla.OptionError, match=r"crop: .* assisted generation, which rolls back, is not possible"):
+        generated(other, text(1, (1, TOKENS)), assistant_model=make())
+
+
+@KINDS
+@pytest.mark.parametrize("mode", ["samples", "best beams"])
+def test_several_continuations_of_a_cache(kinds: Any, mode: str) -> None:
+    model, tokens = make(kinds), text()
+    told, longer = MODES[mode], torch.cat([tokens, text(8, (BATCH, 3))], 1)
+    cache = after(model, tokens)
+    copies = max(told.get("num_beams", 1), told["num_return_sequences"])
+    with pytest.raises(hla.OptionError, match=f"cache: expected one of 2 × {copies} sequences, got one of 2"):
+        generated(model, longer, **told, **{CACHE: cache})
+    fork = copy.deepcopy(cache)
+    fork.batch_repeat_interleave(copies)
+    assert torch.equal(generated(model, longer, **told, **{CACHE: fork}), generated(model, longer, **told))
+    assert cache.get_seq_length() == TOKENS
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
@@ -784,13 +825,36 @@ def test_a_cache_as_long_as_the_text() -> None:
         assert torch.equal(model.generate(**given, **told)[:, -9:], want)
 
 
+def test_caches_that_do_not_fit() -> None:
+    model, tokens = make(), text()
+    cache = after(model, tokens)
+    cache.layers[1].reset()
+    for call in (lambda: model(tokens, **{CACHE: cache}), lambda: generated(model, text(1, (2, 20)), **{CACHE: cache})):
+        with pytest.raises(hla.OptionError, match=r"cache: .* seen the same tokens, got \[11, 0, 11\] tokens"):
+            call()
+    with pytest.raises(hla.DTypeError, match="state: expected the state of a layer, got Tensor"):
+        cache.layers[1].advance(tokens, 3)
+    others = {
+        "another operator": (make(["ahla", layers.MIXED, "ahla"]), hla.OptionError),
+        "another decay": (make(attention={**FIELDS["attention"], "decay": 0.9}), hla.OptionError),
+        "softmax": (make(GROWING), (hla.OptionError, hla.DTypeError)),
+        "another dtype": (make(dtype=torch.float32), hla.DTypeError),
+    }
+    for name, (other, kind) in others.items():
+        cache = after(other, tokens)
+        with pytest.raises(kind, match="state"):
+            model(tokens, **{CACHE: cache})
+        assert [layer.seen for layer in cache.layers] == [TOKENS] * DEPTH, name
+        assert other(tokens, **{CACHE: cache}).logits.shape == (BATCH, TOKENS, VOCABULARY)
+
+
 def test_indices_of_no_sequence() -> None:
     model = make()
     cache = after(model, text())
     for kind, says, call in (
         (
             hla.OptionError,
-            "beam_idx: expected entries of a batch of 2, from 0, got 4",
+            "beam_idx: expected entries of a batch of 2, .* got 4",
             ("reorder_cache", torch.tensor([4])),
         ),
         (hla.OptionError, "beam_idx: .* got -1", ("reorder_cache", torch.tensor([0, -1]))),
@@ -821,7 +885,11 @@ def test_refused_calls() -> None:
     for kind, says, told in (
         (hla.OptionError, "input_ids, inputs_embeds: expected exactly one, got none", {"input_ids": None}),
         (hla.OptionError, "expected exactly one, got both", {"inputs_embeds": torch.zeros(BATCH, TOKENS, WIDTH)}),
-        (hla.ShapeError, r"input_ids: expected shape \(B, T\)", {"input_ids": tokens[0]}),
+        (hla.ShapeError, r"tokens: expected shape \(B, T\)", {"input_ids": tokens[0]}),
+        (hla.DTypeError, "tokens: expected an int64 or int32 tensor", {"input_ids": tokens.double()}),
+        (hla.OptionError, "tokens: expected numbers below vocab_size = 31", {"input_ids": tokens + VOCABULARY}),
+        (hla.OptionError, "logits_to_keep: expected a number of columns", {"logits_to_keep": -1, CACHE: cache}),
+        (hla.OptionError, "logits_to_keep: expected a number of columns", {"logits_to_keep": True}),
         (hla.ShapeError, r"attention_mask: expected shape \(2, 11\), got \(2, 10\)", {"attention_mask": mask[:, 1:]}),
         (hla.ShapeError, r"attention_mask: expected shape \(2, 11\), got \(1, 11\)", {"attention_mask": mask[:1]}),
         (hla.ShapeError, r"or \(2, 22\), got \(2, 12\)", {"attention_mask": torch.ones(2, 12), CACHE: cache}),
@@ -841,6 +909,9 @@ def test_refused_calls() -> None:
     assert cache.get_seq_length() == TOKENS, "an error leaves the cache as it was"
     with pytest.raises(hla.OptionError, match="Its config says what each layer is"):
         AutoModelForCausalLM.from_config(config(), attn_implementation=register("hla2")[0])
+    with pytest.raises(hla.OptionError, match="Its config says what each layer is"):
+        model.set_attn_implementation("hla2")
+    model.set_attn_implementation("eager")
     with pytest.raises(hla.DTypeError, match="config: expected an HLAConfig"):
         HLAForCausalLM(config().to_model_config())
 

@@ -11,6 +11,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from hla.arrays import is_integer, is_traced
 from hla.errors import DTypeError, OptionError, ShapeError, message
 from hla.nn.torch.checks import check_index
+from hla.nn.torch.softmax import SoftmaxState
+from hla.nn.torch.state import LayerState
 
 
 class HLACacheLayer(CacheLayerMixin):
@@ -32,7 +34,15 @@ class HLACacheLayer(CacheLayerMixin):
         self.seen = 0
 
     def advance(self, state: Any, columns: int) -> None:
-        """Take the state after so many columns more."""
+        """Take the state after so many columns more.
+
+        Raises:
+            DTypeError: it is no state of a layer.
+        """
+        if not isinstance(state, (LayerState, SoftmaxState)):
+            raise DTypeError(
+                message("state", "the state of a layer", type(state).__name__, "Call the layer with return_state=True.")
+            )
         self.state = state.map(_alone)
         self.seen = self.seen + columns
 

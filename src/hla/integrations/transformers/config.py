@@ -42,6 +42,11 @@ _ELSEWHERE = {
     "n_embd": "Use hidden_size=….",
     "n_layer": "Use num_hidden_layers=….",
     "n_head": "Use num_attention_heads=….",
+    "layer_types": "Use layers=….",
+    "attention_bias": 'Use attention={"bias": …}.',
+    "sliding_window": 'Layers see all tokens before: use attention={"decay": …}.',
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), 'Use rotary_base=…, or attention={"rotary_base": …}.'),
+    "hidden_act": "The MLPs are SwiGLU.",
 }
 """Names from elsewhere that a config would keep and nobody read, and what to do."""
 
@@ -109,6 +114,9 @@ class HLAConfig(PretrainedConfig):
                 raise OptionError(message(name, "a field of HLAConfig", "another name", _ELSEWHERE[name]))
             if close := get_close_matches(name, _NAMES.values(), 1, 0.8):
                 raise OptionError(message(name, "a known field", "another name", f"Did you mean {close[0]}?"))
+        for name in ("is_encoder_decoder", "add_cross_attention", "output_attentions"):
+            if kwargs.get(name, getattr(self, name, False)):
+                raise OptionError(message(name, "False", "True", "The model is a decoder without attention weights."))
         if not is_number(self.rms_norm_eps) or not 0 < self.rms_norm_eps < math.inf:
             raise OptionError(message("rms_norm_eps", "a small number > 0", repr(self.rms_norm_eps), "1e-6 is usual."))
         for name in ("d_model", "num_heads", "num_kv_heads", "operator", "causal"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from hla.integrations.transformers import packing
 from hla.integrations.transformers.cache import HLACache
 from hla.integrations.transformers.config import HLAConfig
 from hla.integrations.transformers.packing import Told
+from hla.nn.torch.checks import check_tokens
 from hla.nn.torch.decoder import STD, Block, Decoder
 from hla.nn.torch.parts import RMSNorm
 
@@ -63,10 +64,12 @@ class HLAPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         chosen = self.config._attn_implementation
         if chosen not in (None, "eager"):
-            raise OptionError(
-                message("attn_implementation", "none for this model", repr(chosen),
-                        "Its config says what each layer is: layers=…, and attention={\"backend\": …}.")
-            )  # fmt: skip
+            raise _no_choice(chosen)
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Raises unless it is "eager": the config says what each layer is."""
+        if attn_implementation not in (None, "eager"):
+            raise _no_choice(attn_implementation)
 
     def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super()._initialize_weights(module)  # of classes outside of Transformers it would leave out the blocks
@@ -156,11 +159,9 @@ class HLAModel(HLAPreTrainedModel):
             raise OptionError(message("input_ids, inputs_embeds", "exactly one", got, "Pass tokens or embeddings."))
         if inputs_embeds is not None:
             _check_embeddings(inputs_embeds, config.hidden_size)
+        else:
+            check_tokens(input_ids, config.vocab_size)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if x.ndim != 3:
-            raise ShapeError(
-                message("input_ids", "shape (B, T)", f"{tuple(x.shape[:-1])}", "One row for each sequence.")
-            )
         _check_others(kwargs)
         told = Told(position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx)
         rows, columns = x.shape[:2]
@@ -188,6 +189,8 @@ class HLAModel(HLAPreTrainedModel):
                         f"{type(cache).__name__} of {len(cache.layers)}" if isinstance(cache, HLACache)
                         else type(cache).__name__, "Pass none, or HLACache(model.config).")
             )  # fmt: skip
+        if cache is not None and not arrays.is_compiling():
+            _check_whole(cache)
         x = functional.dropout(x, config.dropout, self.training)
         hidden = [x]
         for i, layer in enumerate(self.layers):
@@ -280,6 +283,7 @@ class HLAForCausalLM(HLAPreTrainedModel, GenerationMixin):
         """
         cache = _one_cache(cache, past_key_values)
         told = Told(position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx)
+        _check_kept(logits_to_keep)
         if labels is not None:
             _check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds, logits_to_keep)
             if cache is None and attention_mask is None and labels.ndim == 2:
@@ -301,8 +305,8 @@ class HLAForCausalLM(HLAPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         x = found.last_hidden_state
-        kept = slice(-logits_to_keep if logits_to_keep else None, None) if isinstance(logits_to_keep, int) else None
-        logits = self.lm_head(x[:, logits_to_keep if kept is None else kept])
+        kept = logits_to_keep if isinstance(logits_to_keep, (Tensor, list)) else slice(-logits_to_keep or None, None)
+        logits = self.lm_head(x[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_options)
@@ -361,8 +365,18 @@ class HLAForCausalLM(HLAPreTrainedModel, GenerationMixin):
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """None: the model counts tokens, and looking at positions would wait for the device at each token."""
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises: its cache is one of keys and values, in pages. So do `generate_batch` and the like."""
+        raise OptionError(message("generate_batch", "a model with keys and values", "one with states", "Use generate."))
+
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """An empty cache before the first token, which chunked prefill needs."""
         mask = model_kwargs.get("attention_mask")
@@ -378,7 +392,8 @@ class HLAForCausalLM(HLAPreTrainedModel, GenerationMixin):
                 message("cache_implementation", "None", repr(generation_config.cache_implementation),
                         "The model has a state of constant size, and no other cache.")
             )  # fmt: skip
-        embeds, cache = model_kwargs.get("inputs_embeds"), model_kwargs.get(CACHE)
+        embeds: Any = model_kwargs.get("inputs_embeds")
+        cache: Any = model_kwargs.get(CACHE)
         seen = cache.get_seq_length() if isinstance(cache, HLACache) else 0
         if embeds is not None:
             columns = embeds.shape[1]
@@ -386,14 +401,40 @@ class HLAForCausalLM(HLAPreTrainedModel, GenerationMixin):
             columns = mask.shape[1]
         else:  # Transformers drops a mask of ones, and keeps its length
             columns = getattr(generation_config, "_mask_length", seen + 1)
+        if columns == 0:
+            raise OptionError(message("input_ids", "a token in each prompt", "none", "Begin with one: bos_token_id."))
         if seen > 0 and columns <= seen:
             raise OptionError(
                 message("cache", f"fewer tokens than the {columns} of the text", f"{seen}",
                         "Pass the whole text so far, longer than the cache, or the new tokens with an attention_mask "
                         "of all.")
             )  # fmt: skip
+        copies = max(generation_config.num_beams, generation_config.num_return_sequences)
+        if seen > 0 and cache.batch_size != batch_size * copies:
+            raise OptionError(
+                message("cache", f"one of {batch_size} × {copies} sequences", f"one of {cache.batch_size}",
+                        "For several continuations of each prompt take a copy: fork = copy.deepcopy(cache), then "
+                        f"fork.batch_repeat_interleave({copies}).")
+            )  # fmt: skip
         if generation_config.use_cache is not False and cache is None:
             model_kwargs[CACHE] = HLACache(self.config)
+
+
+def _no_choice(chosen: Any) -> OptionError:
+    return OptionError(
+        message("attn_implementation", "none for this model", repr(chosen),
+                "Its config says what each layer is: layers=…, and attention={\"backend\": …}.")
+    )  # fmt: skip
+
+
+def _check_whole(cache: HLACache) -> None:
+    """OptionError unless all layers have seen the same tokens."""
+    seen = [layer.seen for layer in cache.layers]
+    if len(set(seen)) > 1:
+        raise OptionError(
+            message("cache", "layers that have seen the same tokens", f"{seen} tokens",
+                    "Use methods of the cache, not of one layer, or start anew: HLACache(model.config).")
+        )  # fmt: skip
 
 
 def _one_cache(cache: Any, past_key_values: Any) -> Any:
@@ -454,6 +495,16 @@ def _check_embeddings(x: Any, width: int) -> None:
         raise ShapeError(
             message("inputs_embeds", f"shape (B, T, {width})", f"{tuple(x.shape)}", "The last axis is hidden_size.")
         )
+
+
+def _check_kept(logits_to_keep: Any) -> None:
+    if not isinstance(logits_to_keep, (Tensor, list)) and not (
+        arrays.is_integer(logits_to_keep) and logits_to_keep >= 0
+    ):
+        raise OptionError(
+            message("logits_to_keep", "a number of columns, or a tensor of their indices", repr(logits_to_keep),
+                    "0 is all of them.")
+        )  # fmt: skip
 
 
 def _check_labels(labels: Any, tokens: Any, logits_to_keep: Any) -> None:
