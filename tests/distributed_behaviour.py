@@ -32,6 +32,7 @@ BEHAVIOURS = (
     "gradients_of_some_inputs",
     "checkpoints",
     "second_derivatives",
+    "second_derivatives_of_some_inputs",
     "sixteen_bits",
     "autocast",
     "what_travels",
@@ -171,6 +172,38 @@ def second_derivatives(rank: int, size: int) -> None:
         ]
         found = twice(output, state, leaves, call.cut("o", call.d_output, part), shares, own)
         check_gradients(f"{name}, {method}, second", call, rank, leaves, found, wanted)
+
+
+def second_derivatives_of_some_inputs(rank: int, size: int) -> None:
+    """Each rank asks for other first derivatives, and for other second ones of these; where only these inputs have
+    any, too."""
+    first = [("q",), ("log_decay", "v"), ("k", "q")]
+    then = [("q",), ("v",), ("log_decay", "k")]
+    part = part_of(LENGTHS, rank)
+    for name, method in METHODS:
+        call = whole(name)
+        output, _ = call.call(getattr(hla, name), call.leaves, {})
+        loss = (output.square() * call.d_output).sum()
+        found = torch.autograd.grad(loss, list(call.leaves.values()), create_graph=True)
+        weights = [random(*x.shape, seed=40 + i) for i, x in enumerate(found)]
+        weighed = {n: d * w for n, d, w in zip(call.leaves, found, weights, strict=True)}
+        total = sum(call.cut(n, weighed[n], part_of(LENGTHS, r)).sum() for r in range(size) for n in first[r])
+        wanted = torch.autograd.grad(total, [call.leaves[n] for n in then[rank]])
+        for alone in (False, True):
+            leaves = local(call, rank)
+            if alone:
+                leaves = {n: x if n in first[rank] + then[rank] else x.detach() for n, x in leaves.items()}
+            output, _ = value(call, leaves, method)
+            own = (output.square() * call.cut("o", call.d_output, part)).sum()
+            ones = torch.autograd.grad(own, [leaves[n] for n in first[rank]], create_graph=True)
+            own_weights = [call.cut(n, w, part) for n, w in zip(call.leaves, weights, strict=True) if n in first[rank]]
+            order = [n for n in call.leaves if n in first[rank]]
+            given = dict(zip(first[rank], ones, strict=True))
+            loss = sum((given[n] * w).sum() for n, w in zip(order, own_weights, strict=True))
+            twos = torch.autograd.grad(loss, [leaves[n] for n in then[rank]])
+            for n, d, w in zip(then[rank], twos, wanted, strict=True):
+                off = error(d, call.cut(n, w, part), w)
+                assert off < CLOSE, f"{name}, {method}, alone {alone}, {n}: {off}"
 
 
 def sixteen_bits(rank: int, size: int) -> None:

@@ -86,17 +86,26 @@ class Exchanges:
 
 
 class Tie(torch.autograd.Function):
-    """Tensors as they are, in one node of the graph."""
+    """(tie, *tensors) as they are, in one node of the graph."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Views."""
+        ctx.save_for_backward(tensors[0])
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *d: Tensor) -> tuple[Tensor, ...]:
-        """As they are."""
-        return d
+        """As they are; with a graph, tied to each other and to all exchanges so far."""
+        return _tied(ctx.saved_tensors[0], d) if torch.is_grad_enabled() else d
+
+
+def _tied(tie: Tensor, d: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gradients of which each leads to what any of them, and the tie, depends on: a rank may go on from whichever."""
+    there = [x for x in d if x is not None]
+    _, *found = Tie.apply(tie, *there)  # type: ignore[no-untyped-call]
+    left = iter(found)
+    return tuple(None if x is None else next(left) for x in d)
 
 
 class Exchange(torch.autograd.Function):
@@ -126,7 +135,8 @@ class Exchange(torch.autograd.Function):
         tie, *saved = ctx.saved_tensors
         given, count = saved[: ctx.count], len(plan.states)
         if torch.is_grad_enabled():
-            return (None, d_tie, *_pull_again(plan, tie, given, d))
+            link, found = _pull_again(plan, tie, given, d)
+            return (None, *_tied(link, (d_tie, *found)))
         heard = plan.place.gather(pack(list(d), given[0].dtype))
         d_states = [unpack(row, plan.state_shapes * (2 if plan.final else 1)) for row in heard]
         entering = dict(zip(plan.states, saved[ctx.count : ctx.count + count], strict=True))
@@ -202,45 +212,49 @@ def _pull(plan: Plan, states: States, summary: States, d: States) -> tuple[State
 
 
 class Gather(torch.autograd.Function):
-    """(place, tie, (n,)) → (size, n)."""
+    """(place, tie, (n,)) → tie, (size, n)."""
 
     @staticmethod
-    def forward(ctx: Any, place: Place, tie: Tensor, x: Tensor) -> Tensor:
+    def forward(ctx: Any, place: Place, tie: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """One collective."""
         ctx.place = place
         ctx.save_for_backward(tie)
-        return place.gather(x).clone()
+        return x.new_zeros(()), place.gather(x).clone()
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_tie: Tensor, d: Tensor) -> tuple[Any, ...]:
         """What all ranks have for this one."""
-        return None, None, Collect.apply(ctx.place, *ctx.saved_tensors, d)  # type: ignore[no-untyped-call]
+        link, found = Collect.apply(ctx.place, *ctx.saved_tensors, d)  # type: ignore[no-untyped-call]
+        return None, d_tie + link, found
 
 
 class Collect(torch.autograd.Function):
-    """(place, tie, (size, n)) → (n,): row r of every rank, added up on rank r."""
+    """(place, tie, (size, n)) → tie, (n,): row r of every rank, added up on rank r."""
 
     @staticmethod
-    def forward(ctx: Any, place: Place, tie: Tensor, x: Tensor) -> Tensor:
+    def forward(ctx: Any, place: Place, tie: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """One collective."""
         ctx.place = place
         ctx.save_for_backward(tie)
         heard = place.gather(x.reshape(-1)).reshape(place.size, place.size, -1)
-        return heard[:, place.rank].sum(0)
+        return x.new_zeros(()), heard[:, place.rank].sum(0)
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_tie: Tensor, d: Tensor) -> tuple[Any, ...]:
         """Everybody's, at its row."""
-        return None, None, Gather.apply(ctx.place, *ctx.saved_tensors, d)  # type: ignore[no-untyped-call]
+        link, found = Gather.apply(ctx.place, *ctx.saved_tensors, d)  # type: ignore[no-untyped-call]
+        return None, d_tie + link, found
 
 
-def _pull_again(plan: Plan, tie: Tensor, given: list[Tensor], d: tuple[Tensor, ...]) -> list[Tensor | None]:
-    """The gradient with a graph, from the exchange in operations that can be differentiated."""
+def _pull_again(
+    plan: Plan, tie: Tensor, given: list[Tensor], d: tuple[Tensor, ...]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """(tie of its exchanges, gradient with a graph), from the exchange in operations that can be differentiated."""
     with torch.enable_grad():
         copies = [x.view_as(x) if x.requires_grad else x for x in given]
         sums, initial = _read(plan, copies)
         own = pack(_message(plan, sums, initial), given[0].dtype)
-        others = Gather.apply(plan.place, tie, own)  # type: ignore[no-untyped-call]
+        gathered, others = Gather.apply(plan.place, tie, own)  # type: ignore[no-untyped-call]
         # rank 0 reads nothing of the others: asking for the last state too keeps the collective in its graph
         entering, final = _combine(plan._replace(final=True), initial, others)
         results = [*(entering[s] for s in plan.states), *(final[s] for s in plan.states)]
@@ -250,5 +264,4 @@ def _pull_again(plan: Plan, tie: Tensor, given: list[Tensor], d: tuple[Tensor, .
         found = iter(torch.autograd.grad(
             [x for x, _ in kept], wanted, [y for _, y in kept], create_graph=True, allow_unused=True
         ))  # fmt: skip
-        next(found)
-        return [next(found) if x.requires_grad else None for x in copies]
+        return next(found) + gathered, [next(found) if x.requires_grad else None for x in copies]
