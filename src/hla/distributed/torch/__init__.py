@@ -27,7 +27,7 @@ And what differs from the operators:
 Gradients of what every rank holds (decay, scale, the initial state) are this rank's part: they add up over the group
 to the gradient. That of the initial state is all on rank 0. Outputs require a gradient where an input of any rank does
 (where the ranks do not compare their calls: wherever gradients are recorded).
-Derivatives of derivatives work, on backends that have them, where all ranks ask for the gradients of the same inputs.
+Derivatives of derivatives work, on backends that have them, whichever inputs each rank asks for.
 Forward-mode derivatives and `torch.func` are refused.
 """
 

@@ -15,7 +15,8 @@ leave the comparison that its note is about. Then b, for which it waits, has joi
 counts fewer, so it was written earlier than that; since a rank joins nothing while it waits, b has left the comparison
 of its own note in between, and a was not the first. Ranks that wait in groups without each other, groups used in turn,
 or late ranks never form such a circle. The proof needs a process to wait in one place at a time: where a second thread
-compares calls, nothing is concluded any more.
+compares calls, nothing is concluded any more. That a rank whose group was refused does not come is no such proof: it
+may have caught the error, so the others give it time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -78,18 +79,23 @@ class Note(NamedTuple):
 
 
 class Board:
-    """The notes of all processes, in the store of the default group. Where that fails, there are none."""
+    """The notes of all processes, in the store of the default group. None once that has failed, as where the process
+    that keeps it has ended."""
 
     def __init__(self) -> None:
         self._store: Any = distributed_c10d._get_default_store()  # type: ignore[attr-defined]
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
+    @property
+    def lost(self) -> bool:
+        """Whether the store has failed."""
+        return self._store is None
+
     def write(self, note: Note) -> None:
         """This process's note, instead of the one before."""
         global _noted
-        with suppress(RuntimeError):
-            self._store.set(_key(self.rank), json.dumps(note))
-            _noted = bool(note.group or note.refusal)
+        _noted = bool(note.group or note.refusal)
+        self._use(lambda store: store.set(_key(self.rank), json.dumps(note)))
 
     def clear(self) -> None:
         """This process has no more to say."""
@@ -97,15 +103,21 @@ class Board:
 
     def read(self, rank: int) -> Note | None:
         """That of a process."""
-        try:
-            text = self._store.get(_key(rank)) if self._store.check([_key(rank)]) else None
-        except RuntimeError:
-            return None
+        key = _key(rank)
+        text = self._use(lambda store: store.get(key) if store.check([key]) else None)
         return None if text is None else Note(*json.loads(text))
 
     def others(self) -> list[Note | None]:
         """Those of all others."""
         return [self.read(rank) for rank in range(self.size) if rank != self.rank]
+
+    def _use(self, work: Callable[[Any], Any]) -> Any:
+        if self._store is None:
+            return None
+        try:
+            return work(self._store)
+        except RuntimeError:
+            self._store = None
 
 
 def _key(rank: int) -> str:
@@ -167,6 +179,8 @@ def tell(refusal: Exception) -> None:
     board.write(Note(_counts(), refusal=row.text, refusals=_refusals))
     end = time.monotonic() + _LINGER * PATIENCE
     while not all(note is not None and note.refusals >= _refusals for note in board.others()):  # all alike
+        if board.lost:
+            return
         asked = _answer(board, row)
         if asked or time.monotonic() >= end:
             _settle(asked)
