@@ -177,6 +177,17 @@ def test_compiled_in_parts(told: Any) -> None:
         torch.compile(model, backend="eager", fullgraph=True)(**given)
 
 
+def test_exported() -> None:
+    model, rows = make(["hla2"], num_hidden_layers=1, attention={"conv_size": None}), texts()
+    given = batch(rows, ("cu_seq_lens_q",))
+    told = {"cu_seq_lens_q": given["cu_seq_lens_q"], "use_cache": False}
+    program = torch.export.export(model, (given["input_ids"],), told)
+    assert_close(program.module()(given["input_ids"], **told).logits, *alone(model, rows))
+    for model, wrong in ((model, {"position_ids": torch.arange(TOTAL)[None]}), (make(GROWING), told)):
+        with pytest.raises(hla.OptionError, match="a traced program"):
+            torch.export.export(model, (given["input_ids"],), {"use_cache": False, **wrong}, strict=False)
+
+
 @KINDS
 def test_several_rows(kinds: Any) -> None:
     model, tokens = make(kinds), text(3, (2, 7))
@@ -313,8 +324,6 @@ def test_refused() -> None:
         model(twice, cu_seq_lens_q=torch.tensor([0, 4, 26]))
     with pytest.raises(hla.OptionError, match=beside):
         generated(model, tokens, position_ids=positions)
-    with pytest.raises(hla.OptionError, match="a traced program"):
-        torch.export.export(model, (tokens,), {"position_ids": positions, "use_cache": False}, strict=False)
 
 
 def test_trainer(tmp_path: Path) -> None:
