@@ -183,9 +183,9 @@ def test_exported() -> None:
     told = {"cu_seq_lens_q": given["cu_seq_lens_q"], "use_cache": False}
     program = torch.export.export(model, (given["input_ids"],), told)
     assert_close(program.module()(given["input_ids"], **told).logits, *alone(model, rows))
-    for model, wrong in ((model, {"position_ids": torch.arange(TOTAL)[None]}), (make(GROWING), told)):
+    for other, wrong in ((model, {"position_ids": torch.arange(TOTAL)[None]}), (make(GROWING), told)):
         with pytest.raises(hla.OptionError, match="a traced program"):
-            torch.export.export(model, (given["input_ids"],), {"use_cache": False, **wrong}, strict=False)
+            torch.export.export(other, (given["input_ids"],), {"use_cache": False, **wrong}, strict=False)
 
 
 @KINDS
@@ -268,6 +268,22 @@ def test_generation_makes_no_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [x[1].tolist() for x in told[1:3]] == [[11], [12]]
     with pytest.raises(hla.OptionError, match="position_ids: expected none, or the number of tokens"):
         generated(model, tokens, attention_mask=mask, position_ids=positions + 1)
+
+
+@KINDS
+def test_the_last_text_of_a_row_goes_on(kinds: Any) -> None:
+    """Without a cache; with one packed sequences are refused."""
+    model, rows = make(kinds), texts()
+    given = batch(rows, ("position_ids",))
+    made = generated(model, given["input_ids"], position_ids=given["position_ids"], use_cache=False)
+    assert torch.equal(made[:, TOTAL:], generated(model, rows[-1])[:, LENGTHS[-1] :])
+
+
+def test_layers_that_share_a_sequence_with_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    monkeypatch.setattr(HigherOrderAttention, "process_group", "a group")
+    with pytest.raises(hla.OptionError, match="process_group: expected None beside packed sequences"):
+        model(**batch(texts()))
 
 
 def test_arguments_that_trainer_would_drop() -> None:

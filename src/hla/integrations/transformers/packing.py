@@ -71,6 +71,12 @@ def refuse_beside(what: str, told: Told) -> None:
 def attend(attention: Any, x: Tensor, offsets: Tensor) -> Tensor:
     """x (1, T, d_model) → the same, each sequence as if it were alone."""
     if isinstance(attention, HigherOrderAttention):
+        if attention.process_group is not None:
+            raise OptionError(
+                message("process_group", "None beside packed sequences", "a group",
+                        "A rank sees its slice alone, not where sequences start in the whole: call the layers with "
+                        "cu_seqlens.")
+            )  # fmt: skip
         y: Tensor = attention(x, cu_seqlens=offsets)
         return y
     if arrays.is_traced(offsets) and not torch.compiler.is_dynamo_compiling():
