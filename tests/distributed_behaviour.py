@@ -18,7 +18,7 @@ import hla
 import hla.distributed.torch as shared
 import ranks
 from distributed_calls import CLOSE, DV, Call, Case, D, H, T, compare, error, part_of, random
-from hla.distributed.torch import operators
+from hla.distributed.torch import operators, waiting
 from hla.distributed.torch.groups import Place
 
 LENGTHS = [6, 0, 11]
@@ -304,6 +304,15 @@ def away_from_hand() -> Iterator[None]:
 
 
 @contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    waiting.PATIENCE, before = seconds, waiting.PATIENCE
+    try:
+        yield
+    finally:
+        waiting.PATIENCE = before
+
+
+@contextmanager
 def counting() -> Iterator[list[tuple[int, Any]]]:
     """(bytes sent, dtype) of each message."""
     sent: list[tuple[int, Any]] = []
@@ -384,6 +393,11 @@ def compiled(rank: int, size: int) -> None:
             sent.clear()
             compare(call, LENGTHS, rank, method)
             assert times == len(sent), f"{name} {more}: {times} messages, not {len(sent)}"
+    again = dist.new_group([0, 1, 2])
+    own = dist.group.WORLD if rank else again
+    fast = torch.compile(lambda q, k, v: shared.hla2(q, k, v, group=own), backend="eager")
+    with patience(0.3):
+        expect(hla.OptionError, "process 0 waiting in group", lambda: fast(*(torch.ones(H, 2, n) for n in (D, D, DV))))
 
 
 def expect(kind: Any, words: str, function: Callable[[], Any]) -> None:
@@ -490,7 +504,8 @@ def refusals(rank: int, size: int) -> None:
         expect(kind, words, function)
     apart = dist.new_group([0, 1])
     if rank == 2:
-        expect(hla.OptionError, "group", lambda: shared.hla2(*x, group=apart))
+        with patience(0.1):
+            expect(hla.OptionError, "group", lambda: shared.hla2(*x, group=apart))
     else:
         shared.hla2(*x, group=apart)
 

@@ -182,7 +182,6 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
     ("token_mask", "normalize"),
     ("segment_ids",),
     ("initial_state", "log_decay"),
-    ("mask",),
     ("cu_seqlens",),
 )
 
@@ -192,20 +191,21 @@ def on_a_device(rank: int, size: int) -> None:
     the host reads nothing."""
     register()
     failures: list[str] = []
-    for name, method in [
-        ("linear_attention", "stages"),
-        ("hla2", "segments"),
-        ("hla2", "stages"),
-        ("hla3", "segments"),
-    ]:
-        for options in OPTIONS:
-            if "mask" not in options or name == "linear_attention":
-                what = f"{name}, {method}, {options}"
-                ranks.attempt(failures, what, lambda n=name, m=method, o=options: operator(rank, n, m, o))
-    for options in ({}, {"operator": "ahla", "rotary": True, "decay": "learned"}, {"conv_size": None, "decay": 0.9}):
-        for padded in (False, True):
-            what = f"layer {options}, {padded}"
-            ranks.attempt(failures, what, lambda o=options, p=padded: layer(rank, o, p))
+    calls = [("hla2", "segments", options) for options in OPTIONS]
+    calls += [
+        (name, "stages", options) for name in ("linear_attention", "hla2") for options in (OPTIONS[0], OPTIONS[4])
+    ]
+    calls += [("linear_attention", "stages", ("mask",)), ("hla3", "segments", ("log_decay",))]
+    for name, method, options in calls:
+        what = f"{name}, {method}, {options}"
+        ranks.attempt(failures, what, lambda n=name, m=method, o=options: operator(rank, n, m, o))
+    layers: list[tuple[dict[str, Any], bool]] = [
+        ({}, False),
+        ({"operator": "ahla", "rotary": True, "decay": "learned"}, True),
+        ({"conv_size": None, "decay": 0.9}, True),
+    ]
+    for given, padded in layers:
+        ranks.attempt(failures, f"layer {given}", lambda o=given, p=padded: layer(rank, o, p))
     ranks.attempt(failures, "second derivatives", lambda: second(rank))
     assert not failures, "\n".join(failures)
 

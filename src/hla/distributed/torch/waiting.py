@@ -42,7 +42,7 @@ from hla.errors import OptionError, message
 PATIENCE = 1.0
 """seconds that a comparison takes before its ranks ask why"""
 
-_LONGEST, _LINGER, _LATE, _GRACE = 16, 2, 5, 5
+_LONGEST, _LINGER, _LATE, _GRACE = 16, 5, 5, 10
 """In units of it: the longest time between two looks; how long a rank whose group was refused looks for those who wait
 for it; after which time such a rank is taken not to come any more; for how long to wait until all have heard."""
 
