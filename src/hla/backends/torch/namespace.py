@@ -79,7 +79,9 @@ class Namespace:
 
     @staticmethod
     def asarray(x: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-        """As in the standard; only ever of numbers and host arrays."""
+        """As in the standard; only ever of numbers and host arrays. Numbers are written on the device, not copied there."""
+        if isinstance(x, (bool, int, float)):
+            return torch.full((), x, dtype=dtype, device=device)
         return torch.as_tensor(x, dtype=dtype, device=device)
 
     @staticmethod

@@ -247,7 +247,7 @@ class HigherOrderAttention(nn.Module):
         are those before and after the whole sequence, the same on every rank. All ranks call together, and so they do
         with `backward`. `step` needs no other rank.
         """
-        if self.process_group is not None:
+        if self._kept.shared:
             return self._forward_slice(x, state, return_state, key_padding_mask, cu_seqlens)
         batch = self._check_forward(x, state, return_state, key_padding_mask, cu_seqlens)
         if key_padding_mask is None:
