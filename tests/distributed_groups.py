@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import random as chances
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -108,7 +109,7 @@ def refused_groups(rank: int, size: int) -> None:
     world = dist.group.WORLD
     square = init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "sequence"))
     backwards = DeviceMesh("cpu", [2, 1, 0])
-    apart = dist.new_group([0, 1])
+    apart, meeting = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
     layer, flat = (HigherOrderAttention(12, 3, process_group=group) for group in (world, square))
     cases: list[tuple[int, str, Any]] = [
         (0, "got 3", lambda odd: call(3 if odd else world)),
@@ -127,10 +128,11 @@ def refused_groups(rank: int, size: int) -> None:
                 dist.barrier()
                 with patience(5.0):
                     refuse(words, lambda function=function: function(True), within=4.0)
-        # a rank that is told of it only when it comes
+        # those who come when that rank has given up looking for them
         if rank:
             time.sleep(7 * waiting.PATIENCE)
         refuse("got 4", lambda: call(4 if rank == 0 else world))
+        dist.barrier(meeting)  # the other group is left with what these have asked
 
 
 def groups_in_turn(rank: int, size: int) -> None:
@@ -165,18 +167,30 @@ def groups_in_turn(rank: int, size: int) -> None:
 
 
 def nobody_comes(rank: int, size: int) -> None:
-    """A timeout, in words, with the error that it was."""
-    group = dist.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=3))
-    check_usable(group)
-    if rank < 2:
+    """A timeout, in words, with the error that it was; that is all where several threads have called."""
+    limit = datetime.timedelta(seconds=3)
+    group = dist.new_group([0, 1, 2], timeout=limit)
+    pairs = [dist.new_group([0, 1], timeout=limit) for _ in range(2)]
+    check_usable(group, *pairs)
+
+    def refuse(group: Any) -> None:
         caught: Any = None
         try:
             call(group)
         except RuntimeError as error:
             caught = error
-        words = f"all ranks of group {group.group_name!r} of processes 0, 1, 2"
+        ranks = ", ".join(str(x) for x in dist.get_process_group_ranks(group))
+        words = f"all ranks of group {group.group_name!r} of processes {ranks}"
         assert words in str(caught), str(caught)
         assert isinstance(caught.__cause__, RuntimeError)
+
+    if rank < 2:
+        refuse(group)
+        thread = threading.Thread(target=lambda: call(pairs[0]))
+        thread.start()
+        thread.join()
+        with patience(0.2):
+            refuse(pairs[rank])
     dist.barrier()
 
 
