@@ -212,6 +212,11 @@ def values_of_options(rank: int, size: int) -> None:
     with away_from_hand():
         call(None, decay=other)
         refuse("digest", lambda: call(None, decay=other, check=True))
+        # what one rank is refused where it compares nothing any more, those hear who do
+        with patience(0.3):
+            options: dict[str, Any] = {"method": "other"} if odd else {"ridge": 0.7}
+            refuse("method: expected", lambda: call(None, **options))
+        check_usable(dist.group.WORLD)
 
 
 def started_again(rank: int, size: int) -> None:
