@@ -562,6 +562,8 @@ def test_what_a_cache_cannot_do() -> None:
     ):
         with pytest.raises(hla.OptionError, match=says):
             call()
+    assert cache.get_seq_length() == TOKENS
+    assert torch.equal(model(text(8), **{CACHE: cache}).logits, model(text(8), **{CACHE: after(model, text())}).logits)
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
@@ -846,6 +848,16 @@ def test_caches_that_do_not_fit() -> None:
             model(tokens, **{CACHE: cache})
         assert [layer.seen for layer in cache.layers] == [TOKENS] * DEPTH, name
         assert other(tokens, **{CACHE: cache}).logits.shape == (BATCH, TOKENS, VOCABULARY)
+
+
+def test_a_cache_that_fits_the_first_layers_alone() -> None:
+    """They have taken it on before the error; it is not used on."""
+    model, other, tokens = make(["hla2", "ahla", "ahla"]), make(["hla2", "hla2", "ahla"]), text()
+    cache = after(other, tokens)
+    with pytest.raises(hla.OptionError, match="A state serves only layers with the options that made it"):
+        model(tokens, **{CACHE: cache})
+    with pytest.raises(hla.OptionError, match=r"seen the same tokens, got \[22, 11, 11\] tokens"):
+        other(tokens, **{CACHE: cache})
 
 
 def test_indices_of_no_sequence() -> None:
