@@ -109,13 +109,15 @@ def refused_groups(rank: int, size: int) -> None:
     world = dist.group.WORLD
     square = init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "sequence"))
     backwards = DeviceMesh("cpu", [2, 1, 0])
-    apart, meeting = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    apart, meeting, gone = (dist.new_group(x) for x in ([0, 1], [0, 1, 2], [0, 1, 2]))
+    dist.destroy_process_group(gone)
     layer, flat = (HigherOrderAttention(12, 3, process_group=group) for group in (world, square))
     cases: list[tuple[int, str, Any]] = [
         (0, "got 3", lambda odd: call(3 if odd else world)),
         (1, "a DeviceMesh of one dimension", lambda odd: call(square if odd else world)),
         (2, "a dimension of DeviceMesh", lambda odd: call((square, "time" if odd else "sequence"))),
         (2, "a group that this process is in", lambda odd: call(apart if odd else world)),
+        (0, "one that PyTorch does not know", lambda odd: call(gone if odd else world)),
         (1, "ascending order", lambda odd: call(backwards if odd else world)),
         (1, "a DeviceMesh of one dimension", lambda odd: (flat if odd else layer)(torch.ones(2, 5, 12))),
     ]

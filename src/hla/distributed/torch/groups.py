@@ -33,7 +33,14 @@ class Place(NamedTuple):
     def of(cls, group: Group) -> Place:
         """This process's place; OptionError where it has none."""
         found = _group_of(group)
-        rank = dist.get_rank(found)
+        try:
+            rank = dist.get_rank(found)
+        except ValueError as error:
+            raise OptionError(
+                message(
+                    "group", "a group of this process", f"one that PyTorch does not know: {error}", "Make a new one."
+                )
+            ) from error
         if rank < 0:
             raise OptionError(
                 message("group", "a group that this process is in", f"one without rank {dist.get_rank()}",
