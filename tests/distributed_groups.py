@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import pickle
 import random as chances
 import tempfile
 import threading
@@ -112,7 +113,9 @@ def refused_groups(rank: int, size: int) -> None:
     apart, meeting, gone = (dist.new_group(x) for x in ([0, 1], [0, 1, 2], [0, 1, 2]))
     dist.destroy_process_group(gone)
     layer, flat = (HigherOrderAttention(12, 3, process_group=group) for group in (world, square))
+    lost = pickle.loads(pickle.dumps(layer))
     cases: list[tuple[int, str, Any]] = [
+        (2, "a layer from a pickle", lambda odd: (lost if odd else layer)(torch.ones(2, 5, 12))),
         (0, "got 3", lambda odd: call(3 if odd else world)),
         (1, "a DeviceMesh of one dimension", lambda odd: call(square if odd else world)),
         (2, "a dimension of DeviceMesh", lambda odd: call((square, "time" if odd else "sequence"))),

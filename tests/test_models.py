@@ -460,6 +460,32 @@ def test_training(kinds: Any) -> None:
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5]), losses[::5]
 
 
+@pytest.mark.parametrize("kinds", [*KINDS[:2], ["ahla", "softmax", layers.MIXED]], ids=str)
+def test_packed_sequences(kinds: Any) -> None:
+    """Each as if it were alone, empty ones among them; without softmax with states, too."""
+    model, tokens = make(layers=kinds), text(shape=(1, TOKENS))
+    offsets = torch.tensor([0, 4, 4, 5, TOKENS])
+    found = model(tokens, cu_seqlens=offsets)
+    alone = [model(part) for part in torch.split(tokens, offsets.diff().tolist(), dim=1)]
+    assert torch.allclose(found, torch.cat(alone, 1), rtol=1e-11, atol=1e-11 * float(found.detach().abs().max()))
+    mask = torch.zeros(1, TOKENS, dtype=torch.bool)
+    with pytest.raises(hla.OptionError, match="cu_seqlens"):
+        model(tokens, cu_seqlens=offsets, key_padding_mask=mask)
+    with pytest.raises(hla.OptionError, match=f"from 0 to T = {TOKENS}"):
+        model(tokens, cu_seqlens=offsets[:-1])
+    if "softmax" not in model.config.kinds():
+        _, state = model(tokens, return_state=True, cu_seqlens=offsets)
+        after, _ = model.step(tokens.expand(4, -1)[:, 0], state)
+        longer = torch.cat([tokens[:, 5:], tokens[:, :1]], 1)
+        assert torch.allclose(after[3], model(longer)[0, -1], rtol=1e-11, atol=1e-11)
+        again = model(tokens, state, cu_seqlens=offsets)
+        assert torch.allclose(again[0, 4], model(tokens[:, [4, 4]])[0, 1], rtol=1e-11, atol=1e-11)
+    else:
+        for told in ({"return_state": True}, {"state": model.init_state(4)}):
+            with pytest.raises(hla.OptionError, match="none beside cu_seqlens in softmax attention, got one"):
+                model(tokens, cu_seqlens=offsets, **told)
+
+
 def test_compiled() -> None:
     model, tokens = make(layers=["hla2", "softmax"], num_layers=2, attention={"conv_size": None}), text()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -79,7 +79,7 @@ class Namespace:
 
     @staticmethod
     def asarray(x: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-        """As in the standard; only ever of numbers and host arrays. Numbers are written on the device, not copied there."""
+        """As in the standard; only ever of numbers, which are made on the device, and host arrays."""
         if isinstance(x, (bool, int, float)):
             return torch.full((), x, dtype=dtype, device=device)
         return torch.as_tensor(x, dtype=dtype, device=device)

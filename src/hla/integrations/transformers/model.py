@@ -30,23 +30,7 @@ _RENAMED = (("embedding.", "model.embed_tokens."), ("blocks.", "model.layers."),
 
 
 class HLALayer(GradientCheckpointingLayer, Block):
-    """A block of the decoder that can be checkpointed, and takes packed sequences."""
-
-    def forward(
-        self,
-        x: Tensor,
-        state: Any = None,
-        return_state: bool = False,
-        key_padding_mask: Tensor | None = None,
-        offsets: Tensor | None = None,
-    ) -> tuple[Tensor, Any]:
-        """As a block; with the offsets of packed sequences x is (1, T, hidden_size), and there is no state."""
-        if offsets is None:
-            return Block.forward(self, x, state, return_state, key_padding_mask)
-        y = packing.attend(self.attention, self.attention_norm(x).to(x.dtype), offsets)
-        x = x + functional.dropout(y, self.dropout, self.training)
-        y = self.mlp(self.mlp_norm(x).to(x.dtype))
-        return x + functional.dropout(y, self.dropout, self.training), None
+    """A block of the decoder that can be checkpointed."""
 
 
 class HLAPreTrainedModel(PreTrainedModel):
@@ -179,6 +163,7 @@ class HLAModel(HLAPreTrainedModel):
                 )
             use_cache = False
             x = x.reshape(1, rows * columns, -1)
+            packing.refuse_groups(self.layers)
         use_cache = (config.use_cache and not self.training) if use_cache is None else use_cache
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if cache is None and use_cache:

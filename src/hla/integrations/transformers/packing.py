@@ -7,7 +7,7 @@ the CPU, which lays out the work, and without empty sequences, unless the progra
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hla import arrays
 from hla.errors import DTypeError, OptionError, ShapeError, message
-from hla.nn.torch.attention import HigherOrderAttention
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,23 +67,15 @@ def refuse_beside(what: str, told: Told) -> None:
         )  # fmt: skip
 
 
-def attend(attention: Any, x: Tensor, offsets: Tensor) -> Tensor:
-    """x (1, T, d_model) → the same, each sequence as if it were alone."""
-    if isinstance(attention, HigherOrderAttention):
-        if attention.process_group is not None:
+def refuse_groups(layers: Iterable[Any]) -> None:
+    """Errors for packed sequences in layers with a process group."""
+    for layer in layers:
+        if layer.attention.process_group is not None:
             raise OptionError(
                 message("process_group", "None beside packed sequences", "a group",
                         "A rank sees its slice alone, not where sequences start in the whole: call the layers with "
                         "cu_seqlens.")
             )  # fmt: skip
-        y: Tensor = attention(x, cu_seqlens=offsets)
-        return y
-    if arrays.is_traced(offsets) and not torch.compiler.is_dynamo_compiling():
-        raise OptionError(
-            message("layers", "no softmax layer beside packed sequences in a traced program", "one",
-                    "It takes them one by one, and how many there are is not known here.")
-        )  # fmt: skip
-    return _one_by_one_outside(attention, x, offsets)
 
 
 def starts(offsets: Tensor, rows: int, columns: int, device: torch.device) -> Tensor:
@@ -176,11 +167,6 @@ def _from_offsets(name: str, offsets: list[int], rows: int, columns: int) -> lis
     return sorted(set(offsets))
 
 
-def _one_by_one(attention: Any, x: Tensor, offsets: Tensor) -> Tensor:
-    lengths = [n for n in offsets.diff().tolist() if n]
-    return torch.cat([attention(part) for part in torch.split(x, lengths, dim=1)], dim=1)
-
-
 def _outside(function: Callable[P, R], reason: str) -> Callable[P, R]:
     """torch.compile leaves its program for the function; with fullgraph=True it says why it cannot."""
     disable: Any = torch.compiler.disable
@@ -190,4 +176,3 @@ def _outside(function: Callable[P, R], reason: str) -> Callable[P, R]:
 
 
 _agreed_outside = _outside(_agreed, "pass cu_seq_lens_q: where positions start anew is not known in the program")
-_one_by_one_outside = _outside(_one_by_one, "a softmax layer takes packed sequences one by one, as long as each is")

@@ -104,11 +104,16 @@ class Block(nn.Module):
             self.attention.out_proj.weight.mul_(self.shrink)
 
     def forward(
-        self, x: Tensor, state: Any = None, return_state: bool = False, key_padding_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: Any = None,
+        return_state: bool = False,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """(B, T, d_model) and the layer's state → the same."""
         normed = self.attention_norm(x).to(x.dtype)
-        found = self.attention(normed, state, return_state, key_padding_mask=key_padding_mask)
+        found = self.attention(normed, state, return_state, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
         y, state = found if return_state else (found, None)
         x = x + functional.dropout(y, self.dropout, self.training)
         y = self.mlp(self.mlp_norm(x).to(x.dtype))
@@ -173,6 +178,7 @@ class Decoder(nn.Module):
         return_state: bool = False,
         *,
         key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Any:
         """Logits of the next token after each.
 
@@ -181,6 +187,8 @@ class Decoder(nn.Module):
             state: what an earlier call or `init_state` returned.
             return_state: return (logits, state).
             key_padding_mask: bool (B, T), True for padding, wherever it is: it changes nothing.
+            cu_seqlens: int (N + 1,), from 0 to T: tokens are (1, T) and hold N sequences one after another. States are
+                for a batch of N; softmax layers take none beside it.
 
         Returns:
             logits (B, T, vocabulary), or (logits, state).
@@ -189,7 +197,7 @@ class Decoder(nn.Module):
             ShapeError, DTypeError, OptionError: tokens are no integers, have no rows, or are not in the vocabulary
                 (looked at on the CPU only); as `HigherOrderAttention`.
         """
-        x, following = self._hidden(tokens, state, return_state, key_padding_mask)
+        x, following = self._hidden(tokens, state, return_state, key_padding_mask, cu_seqlens)
         logits = self._logits(x)
         return (logits, following) if return_state else logits
 
@@ -300,7 +308,12 @@ class Decoder(nn.Module):
         return model.to(device)
 
     def _hidden(
-        self, tokens: Tensor, state: DecoderState | None, return_state: bool, key_padding_mask: Tensor | None
+        self,
+        tokens: Tensor,
+        state: DecoderState | None,
+        return_state: bool,
+        key_padding_mask: Tensor | None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, DecoderState | None]:
         check_tokens(tokens, self.config.vocab_size)
         if state is not None and not isinstance(state, DecoderState):
@@ -314,7 +327,8 @@ class Decoder(nn.Module):
         x = functional.dropout(self.embedding(tokens), self.config.dropout, self.training)
         after = []
         for i, block in enumerate(self.blocks):
-            x, layer = block(x, None if state is None else state.layers[i], return_state, key_padding_mask)
+            before = None if state is None else state.layers[i]
+            x, layer = block(x, before, return_state, key_padding_mask, cu_seqlens)
             after.append(layer)
         return x, DecoderState(tuple(after)) if return_state else None
 

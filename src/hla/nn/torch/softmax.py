@@ -12,8 +12,9 @@ from torch.nn import functional
 from hla.errors import DTypeError, MixedArrayError, OptionError, ShapeError, message
 from hla.nn.kinds import kind_of
 from hla.nn.options import check_softmax_sizes
-from hla.nn.torch.checks import check_mask
+from hla.nn.torch.checks import check_mask, check_offsets
 from hla.nn.torch.parts import rotate
+from hla.nn.torch.sequences import packed
 
 
 class SoftmaxState(NamedTuple):
@@ -110,8 +111,12 @@ class SoftmaxAttention(nn.Module):
         return_state: bool = False,
         *,
         key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Any:
-        """(B, T, d_model) → y or (y, state); padding as in `HigherOrderAttention`."""
+        """(B, T, d_model) → y or (y, state); padding and, without states, packed sequences as in
+        `HigherOrderAttention`."""
+        if cu_seqlens is not None:
+            self._check_packed(x, state, return_state, key_padding_mask, cu_seqlens)
         if state is None:
             state = self.init_state(x.shape[0])
         else:
@@ -129,6 +134,9 @@ class SoftmaxAttention(nn.Module):
         keys, values = (torch.cat([old.to(v.dtype), new], 1) for old, new in zip(state.past, (k, v), strict=True))
         places = torch.cat([state.places, torch.where(present, at, -1)], 1)
         visible = (places >= 0)[:, None] & (places[:, None] <= at[..., None])
+        if cu_seqlens is not None:  # only differences of positions matter, so they need not start anew
+            owner = packed(cu_seqlens, x.shape[1], x.device).owner
+            visible = visible & (owner[:, None] == owner)
         visible = visible | ~present[..., None]  # where nothing is visible it would be NaN; the output is 0 there
         o = functional.scaled_dot_product_attention(
             q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), visible[:, None], enable_gqa=True
@@ -139,6 +147,22 @@ class SoftmaxAttention(nn.Module):
         if not return_state:
             return y
         return y, SoftmaxState(self._kind.type(keys, values), places, state.position + present.sum(1))
+
+    def _check_packed(
+        self, x: Tensor, state: Any, return_state: bool, key_padding_mask: Any, cu_seqlens: Tensor
+    ) -> None:
+        """Errors unless packed sequences come alone."""
+        check_offsets(cu_seqlens, x)
+        for name, there in (
+            ("state", state is not None),
+            ("return_state", return_state),
+            ("key_padding_mask", key_padding_mask is not None),
+        ):
+            if there:
+                raise OptionError(
+                    message(name, "none beside cu_seqlens in softmax attention", "one",
+                            "Give each sequence a row of its own, with padding where they differ in length.")
+                )  # fmt: skip
 
     def _check_state(self, state: Any, x: Tensor) -> None:
         """Errors unless the state is one of a layer like this, for this batch and device."""
