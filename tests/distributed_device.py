@@ -188,7 +188,7 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
 
 def on_a_device(rank: int, size: int) -> None:
     """Operators and layers twice, forwards and backwards: what travels is fit for NCCL, and in the second, equal call
-    the host reads nothing."""
+    the host reads nothing and copies nothing."""
     register()
     failures: list[str] = []
     calls = [("hla2", "segments", options) for options in OPTIONS]
