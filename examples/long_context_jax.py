@@ -46,7 +46,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 GIVEN = arguments()
 if not GIVEN.real:  # before JAX looks at its devices
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={GIVEN.devices}"
+    given = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{given} --xla_force_host_platform_device_count={GIVEN.devices}"
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

@@ -206,8 +206,8 @@ for kind in (AxisType.Auto, AxisType.Explicit):
 
 def test_rows_on_several_devices() -> None:
     """A batch spread over two devices: nothing is exchanged on the way there, with either kind of axes."""
-    devices = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    subprocess.run([sys.executable, "-c", SHARDED], check=True, timeout=300, env=devices)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    subprocess.run([sys.executable, "-c", SHARDED], check=True, timeout=300, env={**os.environ, "XLA_FLAGS": flags})
 
 
 class Stack(nnx.Module):
