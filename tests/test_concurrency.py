@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import hla
-from hla import backends, streaming
+from hla import backends, states, streaming
 from hla.backends import Backend, BackendSpec, Verdict
+from hla.family import Spec
 
 TOKENS, D, DV = 11, 5, 7
 WORKERS = 4
@@ -72,6 +75,19 @@ def start_together(works: list[Any]) -> list[Any]:
 
     with ThreadPoolExecutor(len(works)) as pool:
         return [future.result(WAIT) for future in [pool.submit(run, work) for work in works]]
+
+
+def test_threads_that_need_a_new_class_of_states_get_one() -> None:
+    """Pytrees with different classes are different."""
+    spec = Spec("hla2")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for i in range(100):
+            work = partial(states.tuple_type, f"New{i}", spec, ("S", "F"), None, "")
+            assert len(set(start_together([work] * WORKERS))) == 1
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_threads_with_choices_of_their_own(recorders: list[Recorder]) -> None:

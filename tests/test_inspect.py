@@ -255,6 +255,8 @@ def test_memory_length_refuses() -> None:
         looking.memory_length(0.9)
     with pytest.raises(hla.ShapeError, match="constant"):
         looking.memory_length(np.asarray(-0.1))
+    with pytest.raises(hla.OptionError, match="log_decay: expected numbers ≤ 0, got some above 0"):
+        looking.memory_length(np.asarray([-0.1, 0.9, -0.2]))
     with pytest.raises(TypeError, match="scale"):
         looking.memory_length(np.zeros(3), scale=2.0)
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import re
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +19,8 @@ from libraries import only
 
 torch: Any = only("torch")
 
-from hla.nn.kinds import FREE  # noqa: E402
+from hla.nn import kinds  # noqa: E402
+from hla.nn.kinds import FREE, kind_of  # noqa: E402
 from hla.nn.options import DEFAULTS, LayerOptions  # noqa: E402
 from hla.nn.torch import HigherOrderAttention, HigherOrderOperator  # noqa: E402
 from test_nn_torch import make, tokens  # noqa: E402
@@ -188,7 +193,7 @@ def test_states_go_on_where_only_the_way_of_computing_differs(options: dict[str,
 @pytest.mark.parametrize(
     ("put", "says"),
     [
-        ({"operators": (1,)}, "state: expected one with OperatorStates of this layer, got one with a tuple"),
+        ({"operators": (1,)}, "state: expected one with OperatorStates that a layer has made, got one with a tuple"),
         ({"windows": ()}, "state.windows: expected 3, as conv_size = 4, got 0"),
     ],
     ids=str,
@@ -196,6 +201,25 @@ def test_states_go_on_where_only_the_way_of_computing_differs(options: dict[str,
 def test_states_put_together_by_hand(put: dict[str, Any], says: str) -> None:
     layer = make({"operator": "hla2"})
     refused(OPTION, says, lambda: layer(tokens(), layer.init_state(BATCH)._replace(**put)))
+
+
+def test_kinds_of_states() -> None:
+    """One class for equal options, also where threads ask at the same time, and none where nobody asks any more."""
+
+    def ask(i: int) -> Any:
+        gate.wait(60.0)
+        return kind_of("OperatorStates", ("hla2",), ridge=i / 7).type
+
+    gate, interval = threading.Barrier(4), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for i in range(100):
+                assert len(set(pool.map(ask, [i] * 4))) == 1, i
+    finally:
+        sys.setswitchinterval(interval)
+    gc.collect()
+    assert not [key for key in kinds._types if key[2] == (("ridge", 3 / 7),)]
 
 
 def test_operators_that_changed_places() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import shutil
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from libraries import only
 torch: Any = only("torch")
 
 from hla.nn.torch import LayerState  # noqa: E402
+from hla.nn.torch.sequences import Rows  # noqa: E402
 from test_nn_torch import assert_close, make, parameters, tokens  # noqa: E402
 
 UNIT = budget.UNIT["float64"]
@@ -283,6 +285,16 @@ def test_states_keep_no_token_alive(dtype: str, padded: bool) -> None:
         return sum(x.untyped_storage().nbytes() for x in state.tensors())
 
     assert kept(10) == kept(300)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+def test_compiled_windows_keep_no_prompt() -> None:
+    """The compiler returns a view where a copy of equal strides is asked for."""
+    weight = torch.randn(4, 5)
+    compiled = torch.compile(lambda x, window: Rows().convolve(x, window, weight)[1], fullgraph=True)
+    window = compiled(torch.randn(1, 200, 5), torch.zeros(1, 3, 5))
+    assert window.untyped_storage().nbytes() == 4 * window.numel()
 
 
 def test_reorder_for_beams() -> None:

@@ -162,6 +162,18 @@ def test_compiled() -> None:
     assert programs.frame_count == 1
 
 
+def test_several_rows_in_a_program() -> None:
+    model, tokens = make(["hla2", "softmax"], num_hidden_layers=2), text(3, (2, 7))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for offsets in ([0, 4, 7, 8, 10, 14], [0, 7, 14], [0, 2, 2, 7, 7, 14, 14]):
+        given = {"cu_seq_lens_q": torch.tensor(offsets), "labels": tokens}
+        found, want = compiled(tokens, **given), model(tokens, **given)
+        assert torch.allclose(
+            found.logits, want.logits, rtol=1e-11, atol=1e-11 * float(want.logits.detach().abs().max())
+        )
+        assert float(found.loss.detach()) == pytest.approx(float(want.loss.detach()), rel=1e-6)
+
+
 def test_compiled_in_parts() -> None:
     """Where values are needed that a program does not know, it ends, and another one goes on."""
     model, rows = make(["softmax", "hla2"], num_hidden_layers=2), texts()

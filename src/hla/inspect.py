@@ -226,6 +226,7 @@ def memory_length(log_decay: Array, **options: Any) -> Array:
     Raises:
         DTypeError: `log_decay` is no floating array.
         ShapeError: it has no axes.
+        OptionError: a decay above 1, where values are known.
         All that `linear_attention` raises.
 
     Example:
@@ -240,6 +241,10 @@ def memory_length(log_decay: Array, **options: Any) -> Array:
     if log_decay.ndim == 0:
         raise ShapeError(
             message("log_decay", "(*batch, T)", "shape ()", "Repeat a constant: xp.full((T,), math.log(γ)).")
+        )
+    if not arrays.is_traced(log_decay) and bool(xp.any(log_decay > 0)):
+        raise OptionError(
+            message("log_decay", "numbers ≤ 0", "some above 0", "Pass log γ, with γ ≤ 1: xp.log(decay), not the decay.")
         )
     unknown = set(options) - set(_WITH_THE_TOKENS[2:])
     if unknown:

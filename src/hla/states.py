@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from functools import cache
+from threading import Lock
 from typing import Any, TypeAlias
 
 from hla import arrays
@@ -104,8 +105,20 @@ def _rebuild(spec: tuple[Any, ...], values: tuple[Any, ...]) -> State:
     return state_type(Spec(*spec))(*values)
 
 
+_types: dict[tuple[str, Spec], type] = {}
+_lock = Lock()
+"""Two threads get one class: pytrees with different ones are different."""
+
+
 def tuple_type(name: str, spec: Spec, symbols: tuple[str, ...], rebuild: Any, doc: str) -> type:
     """A named-tuple class of arrays whose fields spell `symbols` out and which remembers its spec."""
+    with _lock:
+        if (name, spec) not in _types:
+            _types[name, spec] = _make_type(name, spec, symbols, rebuild, doc)
+        return _types[name, spec]
+
+
+def _make_type(name: str, spec: Spec, symbols: tuple[str, ...], rebuild: Any, doc: str) -> type:
     fields = {field_name(s) if s != "rho" else "decay": s for s in symbols}
     make: Any = namedtuple
     made = make(name, fields)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import namedtuple
 from dataclasses import dataclass, field, fields
-from functools import cache
+from threading import Lock
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 from hla.nn.options import LayerOptions
 from hla.nn.refusals import other_layer
@@ -50,7 +51,7 @@ class Kind:
         for option, value in self.options:
             if option in others and others[option] != value:
                 raise other_layer("state", f"that of a layer with {option}={value!r}", f"{option}={others[option]!r}")
-        raise other_layer("state", f"one with {self.name} of this layer", f"one with a {type(found).__name__}")
+        raise other_layer("state", f"one with {self.name} that a layer has made", f"one with a {type(found).__name__}")
 
 
 def kind_of(name: str, fields: tuple[str, ...], **options: Any) -> Kind:
@@ -68,8 +69,22 @@ def layer_kind(options: LayerOptions) -> Kind:
     return kind_of("OperatorStates", tuple(names), **told)
 
 
-@cache
+_types: WeakValueDictionary[tuple[str, tuple[str, ...], Options], Any] = WeakValueDictionary()
+"""Those in use."""
+_lock = Lock()
+"""Two threads get one class: pytrees with different ones are different."""
+
+
 def _tuple_type(name: str, names: tuple[str, ...], options: Options) -> Any:
+    key = (name, names, options)
+    with _lock:
+        found = _types.get(key)
+        if found is None:
+            found = _types[key] = _make_type(*key)
+    return found
+
+
+def _make_type(name: str, names: tuple[str, ...], options: Options) -> Any:
     make: Any = namedtuple
     made = make(name, names)
     made.options = options

@@ -48,12 +48,14 @@ def read(told: Told, rows: int, columns: int) -> Tensor | None:
     _check(given, rows, columns)
     if not any(isinstance(x, Tensor) and arrays.is_traced(x) for x in given.values()):
         return _agreed(given, rows, columns)
-    if told.cu_seq_lens_q is not None and rows == 1:
-        return told.cu_seq_lens_q
+    if told.cu_seq_lens_q is not None:
+        begins = columns * torch.arange(1, rows, device=told.cu_seq_lens_q.device)
+        # where they are there already, a sequence between them is empty
+        return told.cu_seq_lens_q if rows == 1 else torch.cat([told.cu_seq_lens_q, begins]).sort().values
     if torch.compiler.is_dynamo_compiling():
         return _agreed_outside(given, rows, columns)
     raise OptionError(
-        message(", ".join(given), "cu_seq_lens_q and one row in a traced program", f"{rows} rows of {columns} tokens",
+        message(", ".join(given), "cu_seq_lens_q in a traced program", "none",
                 "A tracer sees no values: let the collator make cumulative lengths (return_flash_attn_kwargs=True).")
     )  # fmt: skip
 

@@ -41,8 +41,9 @@ class Rows:
         stream = torch.cat([window.to(x.dtype), x], dim=1)
         length, behind = x.shape[1], window.shape[1]
         result = _slide(stream, weight, length)
-        if self.counts is None:
-            return result, stream[:, length:].to(window.dtype, copy=True)  # a view would keep all tokens alive
+        if self.counts is None:  # a view would keep all tokens alive; of equal strides a compiler returns one
+            own = stream[:, length:].to(window.dtype, copy=True, memory_format=torch.contiguous_format)
+            return result, own
         last = self.counts[:, None] + torch.arange(behind, device=x.device)
         return result, _take(stream, last).to(window.dtype)
 

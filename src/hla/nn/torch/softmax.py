@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hla import arrays
 from hla.errors import DTypeError, MixedArrayError, OptionError, ShapeError, message
 from hla.nn.kinds import kind_of
 from hla.nn.options import check_softmax_sizes
@@ -117,6 +118,9 @@ class SoftmaxAttention(nn.Module):
         `HigherOrderAttention`."""
         if cu_seqlens is not None:
             self._check_packed(x, state, return_state, key_padding_mask, cu_seqlens)
+            lengths = _known_lengths(cu_seqlens)
+            if lengths:  # scores within sequences alone
+                return torch.cat([self(part) for part in torch.split(x, lengths, dim=1)], dim=1)
         if state is None:
             state = self.init_state(x.shape[0])
         else:
@@ -128,15 +132,17 @@ class SoftmaxAttention(nn.Module):
             present = ~key_padding_mask
             x = x.masked_fill(key_padding_mask[..., None], 0.0)
         at = state.position[:, None] + present.cumsum(1) - 1
+        rows = None if cu_seqlens is None else packed(cu_seqlens, x.shape[1], x.device)
+        if rows is not None:
+            at = rows.positions(torch.zeros_like(rows.offsets[1:]), x.shape[1])
         q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
         turned_q, turned_k = rotate(q, k, at, self.rotary_base)
         q, k = turned_q.to(v.dtype), turned_k.to(v.dtype)
         keys, values = (torch.cat([old.to(v.dtype), new], 1) for old, new in zip(state.past, (k, v), strict=True))
         places = torch.cat([state.places, torch.where(present, at, -1)], 1)
         visible = (places >= 0)[:, None] & (places[:, None] <= at[..., None])
-        if cu_seqlens is not None:  # only differences of positions matter, so they need not start anew
-            owner = packed(cu_seqlens, x.shape[1], x.device).owner
-            visible = visible & (owner[:, None] == owner)
+        if rows is not None:
+            visible = visible & (rows.owner[:, None] == rows.owner)
         visible = visible | ~present[..., None]  # where nothing is visible it would be NaN; the output is 0 there
         o = functional.scaled_dot_product_attention(
             q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), visible[:, None], enable_gqa=True
@@ -191,3 +197,10 @@ class SoftmaxAttention(nn.Module):
         mask = None if key_padding_mask is None else key_padding_mask[:, None]
         y, state = self(x_t[:, None], state, True, key_padding_mask=mask)
         return y[:, 0], state
+
+
+def _known_lengths(cu_seqlens: Tensor) -> list[int]:
+    """Those of packed sequences, where they are at hand; else none."""
+    if arrays.is_traced(cu_seqlens) or cu_seqlens.device.type != "cpu":
+        return []
+    return [n for n in cu_seqlens.diff().tolist() if n]
