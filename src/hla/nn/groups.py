@@ -78,7 +78,14 @@ def check_state(
         name, got = kind.__name__, type(state).__name__
         if got == name:
             name, got = (f"{name} of {x.__module__}" for x in (kind, type(state)))
-        raise DTypeError(message("state", f"a {name}", got, "Use return_state=True or init_state(batch)."))
+        raise DTypeError(
+            message(
+                "state",
+                f"a {name}",
+                got,
+                "One comes from return_state=True or init_state(batch); q, k and v are made of x.",
+            )
+        )
     given: Any = state
     owner.check(given.operators)
     for i, (group, found) in enumerate(zip(groups, given.operators, strict=True)):
