@@ -548,6 +548,21 @@ def test_refused_configs(told: dict[str, Any], says: str) -> None:
         config(**told)
 
 
+def test_generation_is_not_shared() -> None:
+    """With a process group a call is of one rank's slice, so a token that all pass would count for each of them."""
+    model, tokens = make(layers=["hla2", "softmax"], num_layers=2), text()
+    state = model.init_state(BATCH)
+    model.blocks[0].attention.process_group = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    for name, call in (
+        ("step", lambda: model.step(tokens[:, 0], state)),
+        ("generate", lambda: model.generate(tokens, 3)),
+    ):
+        with pytest.raises(hla.OptionError, match=f"process_group: expected None in all layers for {name}"):
+            call()
+    model.blocks[0].attention.process_group = None
+    assert model.generate(tokens, 3).shape == (BATCH, 3)
+
+
 def test_refused_calls() -> None:
     model, tokens = make(), text()
     mask = torch.zeros(BATCH, TOKENS, dtype=torch.bool)

@@ -202,7 +202,12 @@ class Decoder(nn.Module):
         return (logits, following) if return_state else logits
 
     def step(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
-        """One token for each sequence: int (B,) → (logits (B, vocabulary), state)."""
+        """One token for each sequence: int (B,) → (logits (B, vocabulary), state).
+
+        Raises:
+            OptionError, ShapeError, DTypeError: as a call; a layer has a process group.
+        """
+        self._check_alone("step")
         check_tokens(tokens, self.config.vocab_size, ("B",))
         logits, state = self(tokens[:, None], state, True)
         return logits[:, 0], state
@@ -243,8 +248,9 @@ class Decoder(nn.Module):
             The new tokens, int (B, n), n ≤ count, without the prompts.
 
         Raises:
-            OptionError: an option is not allowed, or a prompt is empty.
+            OptionError: an option is not allowed, a prompt is empty, or a layer has a process group.
         """
+        self._check_alone("generate")
         sampling.check_sampling(temperature, top_k, top_p)
         stops = self._stops(stop)
         if not is_integer(count) or count < 0:
@@ -306,6 +312,16 @@ class Decoder(nn.Module):
         for parameter in model.parameters():
             parameter.requires_grad_(True)
         return model.to(device)
+
+    def _check_alone(self, name: str) -> None:
+        """OptionError where a call is that of one rank among others, each with tokens of its own."""
+        for block in self.blocks:
+            attention: Any = block.attention
+            if attention.process_group is not None:
+                raise OptionError(
+                    message("process_group", f"None in all layers for {name}", f"{attention.process_group!r:.60}",
+                            "Set layer.process_group = None in each; states stay valid.")
+                )  # fmt: skip
 
     def _hidden(
         self,
