@@ -21,7 +21,7 @@ import hla.distributed.torch as shared
 import ranks
 from distributed_behaviour import away_from_hand, counting, expect, patience
 from distributed_calls import DV, D, H
-from hla.distributed.torch import waiting
+from hla.distributed.torch import operators, waiting
 from hla.nn.torch import HigherOrderAttention
 
 GROUPS = (
@@ -32,6 +32,10 @@ GROUPS = (
     ("nobody_comes", 3),
     ("values_of_options", 3),
     ("started_again", 2),
+    ("refused_before", 3),
+    ("threads_in_turn", 2),
+    ("interrupted", 2),
+    ("backward_left_out", 2),
 )
 """functions, with the number of processes"""
 
@@ -110,7 +114,8 @@ def refused_groups(rank: int, size: int) -> None:
     world = dist.group.WORLD
     square = init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "sequence"))
     backwards = DeviceMesh("cpu", [2, 1, 0])
-    apart, meeting, gone = (dist.new_group(x) for x in ([0, 1], [0, 1, 2], [0, 1, 2]))
+    apart, gone = (dist.new_group(x) for x in ([0, 1], [0, 1, 2]))
+    brief = dist.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=2))
     dist.destroy_process_group(gone)
     layer, flat = (HigherOrderAttention(12, 3, process_group=group) for group in (world, square))
     lost = pickle.loads(pickle.dumps(layer))
@@ -133,11 +138,11 @@ def refused_groups(rank: int, size: int) -> None:
                 dist.barrier()
                 with patience(5.0):
                     refuse(words, lambda function=function: function(True), within=4.0)
-        # those who come when that rank has given up looking for them
+        # those who come when that rank has given up looking for them hear of it when the group does
         if rank:
             time.sleep(7 * waiting.PATIENCE)
-        refuse("got 4", lambda: call(4 if rank == 0 else world))
-        dist.barrier(meeting)  # the other group is left with what these have asked
+        refuse("got 4", lambda: call(4 if rank == 0 else brief))
+        dist.barrier()
 
 
 def groups_in_turn(rank: int, size: int) -> None:
@@ -172,7 +177,7 @@ def groups_in_turn(rank: int, size: int) -> None:
 
 
 def nobody_comes(rank: int, size: int) -> None:
-    """A timeout, in words, with the error that it was; that is all where several threads have called."""
+    """A timeout, in words, with the error that it was; that is all where another thread may call."""
     limit = datetime.timedelta(seconds=3)
     group = dist.new_group([0, 1, 2], timeout=limit)
     pairs = [dist.new_group([0, 1], timeout=limit) for _ in range(2)]
@@ -191,11 +196,13 @@ def nobody_comes(rank: int, size: int) -> None:
 
     if rank < 2:
         refuse(group)
-        thread = threading.Thread(target=lambda: call(pairs[0]))
+        over = threading.Event()
+        thread = threading.Thread(target=over.wait)
         thread.start()
-        thread.join()
         with patience(0.2):
             refuse(pairs[rank])
+        over.set()
+        thread.join()
     dist.barrier()
 
 
@@ -227,6 +234,7 @@ def values_of_options(rank: int, size: int) -> None:
 def started_again(rank: int, size: int) -> None:
     """Processes that end their groups and make new ones have compared nothing in these."""
     world = dist.group.WORLD
+    notes = waiting.Board()._prefix
     with away_from_hand(), counting() as sent:
         for _ in range(2):
             call(None)
@@ -240,3 +248,116 @@ def started_again(rank: int, size: int) -> None:
         assert dist.group.WORLD.group_name == world.group_name
         call(None)
         assert len(sent) == 5, f"{len(sent)} messages"
+    assert waiting.Board()._prefix != notes
+    told = [""] * size
+    dist.all_gather_object(told, waiting.Board()._prefix)
+    assert len(set(told)) == 1, told
+
+
+def refused_before(rank: int, size: int) -> None:
+    """A refusal that a rank has caught is no error for those who wait for its next call, however long."""
+    world = dist.group.WORLD
+    check_usable(world)
+    with patience(0.1):
+        if rank == 2:
+            refuse("nonsense", lambda: call("nonsense"))
+            time.sleep(1.5)
+        else:
+            time.sleep(0.8)  # when nobody is told any more
+        check_usable(world, world)
+        # one that another was refused earlier does not count as having heard of the next
+        if rank == 0:
+            time.sleep(0.2)
+        words = "nonsense" if rank == 1 else "an error on rank 1"
+        refuse(words, lambda: call("nonsense" if rank == 1 else world))
+        check_usable(world)
+
+
+def threads_in_turn(rank: int, size: int) -> None:
+    """What may be another thread's call is waited for."""
+    one, two = dist.new_group([0, 1]), dist.new_group([0, 1])
+    check_usable(one, two)
+    failures: list[Any] = []
+    begun = threading.Event()
+
+    def second(daemon: bool) -> None:
+        try:
+            if daemon:  # known from what it has compared
+                call(two)
+            begun.wait()
+            time.sleep(1.0)
+            assert torch.allclose(call(two), wanted(two), rtol=1e-12)
+        except Exception as error:
+            failures.append(error)
+
+    for daemon in (False, True):
+        with patience(0.1):
+            if rank == 0:
+                begun.clear()
+                thread = threading.Thread(target=second, args=(daemon,), daemon=daemon)
+                thread.start()
+                dist.barrier()
+                begun.set()
+                check_usable(one)
+                thread.join()
+            else:
+                if daemon:
+                    call(two)
+                dist.barrier()
+                assert torch.allclose(call(two), wanted(two), rtol=1e-12)
+                check_usable(one)
+    assert not failures, failures
+    dist.barrier()
+
+
+def interrupted(rank: int, size: int) -> None:
+    """What is left in the middle makes a group unusable on that rank, and no numbers wrong on others."""
+    limit = datetime.timedelta(seconds=2)
+    groups = [dist.new_group([0, 1], timeout=limit) for _ in range(2)]
+    check_usable(*groups)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def leave(where: Any, name: str, group: Any) -> None:
+        if rank == 0:
+            kept = getattr(where, name)
+            setattr(where, name, interrupt)
+            try:
+                call(group)
+            except KeyboardInterrupt:
+                pass
+            else:
+                raise AssertionError("no interrupt")
+            setattr(where, name, kept)
+        else:
+            if where is waiting:
+                time.sleep(0.5)
+            expect(RuntimeError, f"an exchange with all ranks of group {group.group_name!r}", lambda: call(group))
+        for check in (None, False):
+            refuse("on which a call was interrupted", lambda check=check: call(group, check=check))
+
+    with patience(0.1):
+        leave(waiting, "_look", groups[0])
+        leave(operators, "slice_sums", groups[1])
+    dist.barrier()
+    check_usable(dist.group.WORLD)
+
+
+def backward_left_out(rank: int, size: int) -> None:
+    """Its error says what to look for."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+    output = shared.hla2(*(x.requires_grad_() for x in inputs()), group=group)
+    if rank == 0:
+        caught: Any = None
+        try:
+            output.sum().backward()
+        except RuntimeError as error:
+            caught = error
+        words = (
+            f"an exchange with all ranks of group {group.group_name!r} of processes 0, 1, got an error where process 0"
+        )
+        assert words in str(caught), str(caught)
+        assert "call backward" in str(caught)
+        assert isinstance(caught.__cause__, RuntimeError)
+    dist.barrier()

@@ -162,8 +162,16 @@ def refused(rank: int, size: int) -> None:
     x = random(B, 3, D_MODEL + odd, seed=1)
     expect(hla.ShapeError if odd else hla.OptionError, f"{D_MODEL + 1}", lambda: layer(x))
     x = random(1, 3, D_MODEL, seed=1)
-    other = make({"rotary": odd}, dist.group.WORLD)
-    expect(hla.OptionError, "options of the layer", lambda: other(x))
+    decays = [0.5 + 2.0**-i for i in range(2, 2 + layer.options.num_kv_heads)]
+    others: list[tuple[str, dict[str, Any]]] = [
+        ("rotary: expected False on every rank, as on rank 0, got True on rank 1", {"rotary": odd}),
+        ("decay: expected (0.75, ", {"decay": [*decays[:-1], 0.125 if odd else decays[-1]]}),
+        ("backend: expected None on every rank, as on rank 0, got 'torch' on rank 1",
+         {"backend": "torch" if odd else None, "decay": decays}),
+    ]  # fmt: skip
+    for words, options in others:
+        other = make(options, dist.group.WORLD)
+        expect(hla.OptionError, words, lambda other=other: other(x))
     expect(hla.OptionError, "T = 9", lambda: layer(x, cu_seqlens=torch.tensor([0, 3])))
     cases: list[Callable[[], Any]] = [
         lambda: layer(x, return_state=odd),

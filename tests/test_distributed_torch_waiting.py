@@ -12,7 +12,7 @@ from libraries import only
 torch: Any = only("torch")
 pytest.importorskip("hla.distributed.torch")
 
-from hla.distributed.torch import waiting  # noqa: E402
+from hla.distributed.torch import rows, waiting  # noqa: E402
 from hla.distributed.torch.waiting import Note  # noqa: E402
 
 Program = list[list[str]]
@@ -120,3 +120,15 @@ def test_ranks_that_wait_for_each_other_find_it(size: int) -> None:
             ranks = [rank for rank, _ in circle]
             assert all(after in lacking[rank] for rank, after in zip(ranks, [*ranks[1:], ranks[0]], strict=True))
     assert found > 20, found
+
+
+def test_rows_are_known_from_other_messages() -> None:
+    """Numbers, or what a rank says of another call, are not read as its words."""
+    said = [rows.Row(rows.FINE, 7, True, "operator\thla2", 3), rows.Row(rows.REFUSED, 0, False, "no", 0)]
+    sent = torch.stack([row.write(5) for row in said])
+    assert rows.read(sent, 5) == said
+    with pytest.raises(RuntimeError, match="call 6 on the group, got that of call 5 from rank 0"):
+        rows.read(sent, 6)
+    numbers = torch.linspace(0.5, 1.5, rows.BYTES // 8, dtype=torch.float64).view(torch.uint8)
+    with pytest.raises(RuntimeError, match="got something else from rank 1"):
+        rows.read(torch.stack([sent[0], numbers]), 5)

@@ -8,7 +8,7 @@ import torch
 
 from hla.distributed.torch import waiting
 from hla.distributed.torch.groups import Place
-from hla.distributed.torch.rows import APART, ASTRAY, FINE, REFUSED, Row, read
+from hla.distributed.torch.rows import APART, ASTRAY, FINE, REFUSED, Row
 from hla.errors import DTypeError, OptionError, ShapeError, message
 
 Claim = tuple[tuple[str, str], ...]
@@ -33,7 +33,7 @@ def agree(
     else:
         row = Row(FINE, length, needs_grad, "\n".join(f"{name}\t{value}" for name, value in claim))
     try:
-        heard = read(waiting.compare(place, row.write().to(device)))
+        heard = waiting.compare(place, row, device)
     finally:
         if refusal is not None:
             raise refusal
@@ -42,8 +42,7 @@ def agree(
             waiting.answer(said)
             raise OptionError(said.text)
         if said.verdict in (REFUSED, ASTRAY):
-            count = said.length if said.verdict == ASTRAY else 0
-            raise waiting.refused_elsewhere(f"rank {rank}", said.text, count)
+            raise waiting.refused_elsewhere(f"rank {rank}", said.text)
     for rank, said in enumerate(heard):
         if said.text != heard[0].text:
             raise _difference(heard[0].text, rank, said.text)
@@ -57,6 +56,6 @@ def _difference(first: str, rank: int, other: str) -> Exception:
             break
     else:
         name, value, yours = "call", first, other
-    kind = ShapeError if "shape" in name else DTypeError if "dtype" in name else OptionError
+    kind = ShapeError if name.startswith("shape of ") else DTypeError if name.startswith("dtype of ") else OptionError
     got = (*yours.split("\t"), "")[1]
     return kind(message(name, f"{value} on every rank, as on rank 0", f"{got} on rank {rank}", "Pass the same."))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,16 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 Group: TypeAlias = ProcessGroup | DeviceMesh | tuple[DeviceMesh, str | int] | None
 """What callers may pass: a ProcessGroup, a DeviceMesh of one dimension, a mesh and one of its dimensions, or None for
 the default group."""
+
+
+_out_of_step: WeakSet[ProcessGroup] = WeakSet()
+"""Groups of which this process has made a collective that it did not see the end of: what it sends next there may be
+taken for something else."""
+
+
+def leave(group: ProcessGroup) -> None:
+    """This process has left a call on the group that the others may go on with."""
+    _out_of_step.add(group)
 
 
 class Place(NamedTuple):
@@ -48,15 +58,54 @@ class Place(NamedTuple):
             )  # fmt: skip
         return cls(found, rank, dist.get_world_size(found))
 
+    @property
+    def name(self) -> str:
+        """The group, with its processes."""
+        return named(self.group.group_name, dist.get_process_group_ranks(self.group))
+
+    def check(self) -> None:
+        """OptionError where the group has been left."""
+        if self.group in _out_of_step:
+            raise OptionError(
+                message("group", "one on which this process has seen each of its calls to the end",
+                        f"{self.name}, on which a call was interrupted or has failed on process {dist.get_rank()}",
+                        "Make a new one on all of its ranks: torch.distributed.new_group, or init_process_group again.")
+            )  # fmt: skip
+
     def gather(self, x: Tensor, wait: Callable[[Any], None] | None = None) -> Tensor:
         """(n,) on every rank → (size, n): one collective with messages of equal size. `wait` waits for it, if given."""
         if self.size == 1:
             return x[None]
-        found = x.new_empty(self.size * x.shape[0])
-        work = _all_gather(found, x.contiguous(), group=self.group, async_op=wait is not None)
-        if wait is not None:
-            wait(work)
+        self.check()
+        found, x = x.new_empty(self.size * x.shape[0]), x.contiguous()
+        try:
+            work = _all_gather(found, x, group=self.group, async_op=wait is not None)
+            if wait is not None:
+                wait(work)
+        except BaseException as error:
+            leave(self.group)
+            if wait is None and isinstance(error, RuntimeError):
+                raise self.failure("an exchange with", error, _EXCHANGE) from error
+            raise
         return found.reshape(self.size, -1)
+
+    def failure(self, what: str, error: RuntimeError, todo: str) -> RuntimeError:
+        """For the error of a collective."""
+        got = f"an error where process {dist.get_rank()} waited for the others: {str(error).split('. ')[0]:.300}"
+        return RuntimeError(message("group", f"{what} all ranks of {self.name}", got, todo))
+
+
+_EXCHANGE = (
+    "Every rank has to make the same calls, and to call backward on something of each result, in the same order; "
+    "see whether one has left that out, has raised an error, or has ended."
+)
+
+
+def named(name: str, processes: Sequence[int]) -> str:
+    """A group, in words."""
+    ranks = [str(rank) for rank in processes]
+    shown = ranks if len(ranks) < 10 else [*ranks[:4], "…", *ranks[-4:]]
+    return f"group {name!r} of processes {', '.join(shown)}"
 
 
 def _group_of(group: Any) -> ProcessGroup:

@@ -20,7 +20,7 @@ from hla.checks import Checked, check_call
 from hla.distributed.rounds import METHODS, rounds
 from hla.distributed.torch.agreement import Agreed, Claim, agree
 from hla.distributed.torch.exchange import Exchanges
-from hla.distributed.torch.groups import Group, Place
+from hla.distributed.torch.groups import Group, Place, leave
 from hla.distributed.torch.sums import slice_sums
 from hla.distributed.torch.waiting import heard, tell
 from hla.errors import BackendUnsupportedError, DTypeError, OptionError, message
@@ -68,6 +68,8 @@ class Session:
 
         `wants_grad`: whether an input of this rank does. `length`: its tokens.
         """
+        with heard():
+            place.check()
         equal = _agreed.setdefault(place.group, set())
         # after the first call the others are likely not to ask again
         known = claim in equal if refusal is None else bool(equal)
@@ -251,6 +253,14 @@ class Call:
 
     def run(self, session: Session) -> Any:
         """The call. From here on all ranks do the same."""
+        try:
+            return self._run(session)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # as KeyboardInterrupt, on this rank alone
+                leave(session.place.group)
+            raise
+
+    def _run(self, session: Session) -> Any:
         checked, exchanges = self.checked, session.exchanges
         if self.offsets is not None:
             assert session.lengths is not None

@@ -14,9 +14,12 @@ It is never a false one, however old the notes are and however slow the machine.
 leave the comparison that its note is about. Then b, for which it waits, has joined this comparison before. b's note
 counts fewer, so it was written earlier than that; since a rank joins nothing while it waits, b has left the comparison
 of its own note in between, and a was not the first. Ranks that wait in groups without each other, groups used in turn,
-or late ranks never form such a circle. The proof needs a process to wait in one place at a time: where a second thread
-compares calls, nothing is concluded any more. That a rank whose group was refused does not come is no such proof: it
-may have caught the error, so the others give it time.
+or late ranks never form such a circle.
+
+The proof needs a process to wait in one place at a time: while another thread is alive that is no daemon, or has
+compared calls, nothing is concluded and no note left. What remains is the first comparison of a daemon thread. That a
+rank whose group was refused does not come proves nothing: it may have caught the error. So what it leaves in its note
+is read where a collective has failed, and there alone.
 """
 
 from __future__ import annotations
@@ -28,28 +31,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from hla.distributed.torch.groups import Place
-from hla.distributed.torch.rows import APART, ASTRAY, Row
+from hla.distributed.torch.groups import Place, leave, named
+from hla.distributed.torch.rows import APART, ASTRAY, Row, read
 from hla.errors import OptionError, message
 
 PATIENCE = 1.0
 """seconds that a comparison takes before its ranks ask why"""
 
-_LONGEST, _LINGER, _LATE, _GRACE = 16, 5, 5, 10
+_LONGEST, _LINGER, _GRACE = 16, 5, 10
 """In units of it: the longest time between two looks; how long a rank whose group was refused looks for those who wait
-for it; after which time such a rank is taken not to come any more; for how long to wait until all have heard."""
+for it; for how long to wait until all have heard."""
 
 _joined: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 """comparisons that this process has joined"""
 _threads: set[int] = set()
 """that have compared calls"""
+_defaults: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+_started = count(1)
+"""Default groups, in the order in which this process has had them: one store may be that of several."""
 _refusals = 0
 """groups that were refused, on this process or others as it has heard"""
 _noted = False
@@ -85,6 +92,7 @@ class Board:
     def __init__(self) -> None:
         self._store: Any = distributed_c10d._get_default_store()  # type: ignore[attr-defined]
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._prefix = f"hla/waiting/{_generation()}"
 
     @property
     def lost(self) -> bool:
@@ -95,7 +103,7 @@ class Board:
         """This process's note, instead of the one before."""
         global _noted
         _noted = bool(note.group or note.refusal)
-        self._use(lambda store: store.set(_key(self.rank), json.dumps(note)))
+        self._use(lambda store: store.set(f"{self._prefix}/{self.rank}", json.dumps(note)))
 
     def clear(self) -> None:
         """This process has no more to say."""
@@ -103,7 +111,7 @@ class Board:
 
     def read(self, rank: int) -> Note | None:
         """That of a process."""
-        key = _key(rank)
+        key = f"{self._prefix}/{rank}"
         text = self._use(lambda store: store.get(key) if store.check([key]) else None)
         return None if text is None else Note(*json.loads(text))
 
@@ -120,8 +128,18 @@ class Board:
             self._store = None
 
 
-def _key(rank: int) -> str:
-    return f"hla/waiting/{rank}"
+def _generation() -> int:
+    """Which default group of this process the present one is."""
+    world: Any = dist.group.WORLD
+    if world not in _defaults:
+        _defaults[world] = next(_started)
+    return _defaults[world]
+
+
+def _alone() -> bool:
+    """Whether no other thread is known that may compare calls."""
+    own = threading.current_thread()
+    return all(x is own or (x.daemon and x.ident not in _threads) for x in threading.enumerate())
 
 
 class _Asked(NamedTuple):
@@ -149,10 +167,23 @@ class _Asked(NamedTuple):
         return True
 
 
-def compare(place: Place, row: Tensor) -> Tensor:
-    """(bytes,) of every rank → (size, bytes), on the host. An OptionError where this rank waits in vain, a RuntimeError
-    where the collective fails."""
-    return place.gather(row, lambda work: _wait(place, _Asked(work, row.device.type))).cpu()
+def compare(place: Place, row: Row, device: torch.device) -> list[Row]:
+    """What each rank says. An OptionError where this one waits in vain, a RuntimeError where the collective fails."""
+    global _refusals
+    turn = _joined[place.group] = _joined.get(place.group, 0) + 1
+    _threads.add(threading.get_ident())
+    _generation()
+    if _noted:
+        Board().clear()
+    own = row._replace(refusals=_refusals).write(turn).to(device)
+    heard = place.gather(own, lambda work: _wait(place, turn, _Asked(work, device.type))).cpu()
+    try:
+        rows = read(heard, turn)
+    except RuntimeError:
+        leave(place.group)
+        raise
+    _refusals = max(said.refusals for said in rows)
+    return rows
 
 
 def answer(row: Row) -> None:
@@ -175,10 +206,10 @@ def tell(refusal: Exception) -> None:
     """This rank raises an error before it joins the others; let them know."""
     global _refusals
     _refusals += 1
-    board, row = Board(), Row(ASTRAY, _refusals, False, f"{type(refusal).__name__}: {refusal}")
+    board, row = Board(), Row(ASTRAY, 0, False, f"{type(refusal).__name__}: {refusal}", _refusals)
     board.write(Note(_counts(), refusal=row.text, refusals=_refusals))
     end = time.monotonic() + _LINGER * PATIENCE
-    while not all(note is not None and note.refusals >= _refusals for note in board.others()):  # all alike
+    while _alone() and not all(note is not None and note.refusals >= _refusals for note in board.others()):  # all alike
         if board.lost:
             return
         asked = _answer(board, row)
@@ -192,24 +223,22 @@ def _counts() -> dict[str, int]:
     return {group.group_name: count for group, count in _joined.items()}
 
 
-def _wait(place: Place, asked: _Asked) -> None:
+def _wait(place: Place, turn: int, asked: _Asked) -> None:
     """Until all ranks have joined."""
-    turn = _joined[place.group] = _joined.get(place.group, 0) + 1
-    _threads.add(threading.get_ident())
-    if _noted:
-        Board().clear()
     board: Board | None = None
-    pause, waited = PATIENCE, 0.0
+    pause = PATIENCE
     try:
         while not asked.done(pause):
-            waited, pause = waited + pause, min(2 * pause, _LONGEST * PATIENCE)
+            pause = min(2 * pause, _LONGEST * PATIENCE)
             board = board or Board()
-            if len(_threads) > 1:
-                board.clear()
+            if _alone():
+                _look(board, _note(place, turn, asked.device), asked)
             else:
-                _look(board, _note(place, turn, asked.device), asked, waited >= _LATE * PATIENCE)
+                board.clear()
     except RuntimeError as error:
-        raise _failure(_note(place, turn, asked.device), error) from error
+        todo = "See whether one of them has ended, makes other calls, or passes another group."
+        refused = _refusal(Board(), _note(place, turn, asked.device))
+        raise refused or place.failure("a call by", error, todo) from error
     finally:
         if board is not None:
             board.clear()
@@ -220,12 +249,12 @@ def _note(place: Place, turn: int, device: str) -> Note:
     return Note(_counts(), place.group.group_name, ranks, turn, device, refusals=_refusals)
 
 
-def _look(board: Board, own: Note, asked: _Asked, late: bool) -> None:
+def _look(board: Board, own: Note, asked: _Asked) -> None:
     """Whether to go on waiting: no error, or all who wait for this rank have been told."""
     board.write(own)
     circle = _circle(board, own)
     if circle:
-        got = "; ".join(f"process {rank} waiting in {_named(note)}" for rank, note in circle)
+        got = "; ".join(f"process {rank} waiting in {named(note.group, note.ranks)}" for rank, note in circle)
         told = message("group", "the same group on all of its ranks", got, "Pass the same, in calls in the same order.")
         answers = _answer(board, Row(APART, 0, False, told))
         board.write(own._replace(joined=_counts()))
@@ -233,10 +262,6 @@ def _look(board: Board, own: Note, asked: _Asked, late: bool) -> None:
         _settle(answers)
         if not heard_all:
             raise OptionError(told)
-    elif late:
-        refused = _refusal(board, own)
-        if refused is not None:
-            raise refused
 
 
 def _circle(board: Board, own: Note) -> list[tuple[int, Note]]:
@@ -265,30 +290,14 @@ def _refusal(board: Board, own: Note) -> OptionError | None:
     for rank in own.ranks:
         note = None if rank == board.rank else board.read(rank)
         if note is not None and note.refusals > own.refusals and note.refusal and own.lacks(rank, note):
-            return refused_elsewhere(f"process {rank}", note.refusal, note.refusals)
+            return refused_elsewhere(f"process {rank}", note.refusal)
     return None
 
 
-def refused_elsewhere(rank: str, text: str, refusals: int = 0) -> OptionError:
-    """For ranks whose own arguments are fine. `refusals`: of groups, how many there were so far on that rank."""
-    global _refusals
-    _refusals = max(_refusals, refusals)
+def refused_elsewhere(rank: str, text: str) -> OptionError:
+    """For ranks whose own arguments are fine."""
     got = f"an error on {rank}: {text.removesuffix('.')}"
     return OptionError(message("group", "arguments that every rank can take", got, "See what was passed there."))
-
-
-def _failure(own: Note, error: RuntimeError) -> Exception:
-    """For the error of a collective."""
-    refused = _refusal(Board(), own)
-    got = f"an error where process {dist.get_rank()} waited for the others: {str(error).split('. ')[0]:.300}"
-    todo = "See whether one of them has ended, makes other calls, or passes another group."
-    return refused or RuntimeError(message("group", f"a call by all ranks of {_named(own)}", got, todo))
-
-
-def _named(note: Note) -> str:
-    ranks = [str(rank) for rank in note.ranks]
-    shown = ranks if len(ranks) < 10 else [*ranks[:4], "…", *ranks[-4:]]
-    return f"group {note.group!r} of processes {', '.join(shown)}"
 
 
 def _answer(board: Board, row: Row) -> list[_Asked]:
@@ -298,11 +307,12 @@ def _answer(board: Board, row: Row) -> list[_Asked]:
         if note is None or board.rank not in note.ranks:
             continue
         group = _group(note.group)
-        if group is None or _joined.get(group, 0) >= note.turn:
+        if group is None or _joined.get(group, 0) != note.turn - 1:
             continue
         _joined[group] = note.turn
         place = Place(group, dist.get_rank(group), dist.get_world_size(group))
-        place.gather(row.write().to(note.device), partial(_keep, asked, note.device))
+        with suppress(RuntimeError, OptionError):
+            place.gather(row.write(note.turn).to(note.device), partial(_keep, asked, note.device))
     return asked
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,10 +119,9 @@ def begin(
         tensors = [] if state is None else state.tensors()
         wants_grad = wants_grad or any(y.requires_grad for y in (x, *tensors))
         length = x.shape[1]
-        options = hashlib.sha256(repr(layer.options).encode()).hexdigest()[:16]
         claim = (
             ("layer", type(layer).__name__),
-            ("options of the layer", options),
+            *((field.name, _told(getattr(layer.options, field.name))) for field in fields(layer.options)),
             ("shape of x (batch; d_model)", f"{x.shape[0]}; {x.shape[2]}"),
             ("dtype of x", f"{x.dtype}"),
             (
@@ -132,13 +131,21 @@ def begin(
             ("return_state", f"{return_state}"),
             ("state", "none" if state is None else f"{[tuple(y.shape) for y in tensors]}"),
             ("key_padding_mask", "none" if key_padding_mask is None else "a tensor"),
-            ("cu_seqlens", "none" if offsets is None else hashlib.sha256(repr(offsets).encode()).hexdigest()[:16]),
+            ("cu_seqlens", "none" if offsets is None else _told(tuple(offsets))),
             ("torch.is_grad_enabled()", f"{torch.is_grad_enabled()}"),
         )
     with heard():
         place = Place.of(layer.process_group)
     like = x if isinstance(x, Tensor) else torch.empty(0)
     return Session.begin(place, like, claim, wants_grad, refusal, length=length, need_lengths=cu_seqlens is not None)
+
+
+def _told(value: Any) -> str:
+    """In a few words, that differ where the values do."""
+    if isinstance(value, tuple) and len(value) > 1 and len(set(value)) == 1:
+        return f"{len(value)} times {value[0]!r}"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:24]}… with digest {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def spread(
