@@ -8,7 +8,7 @@ exchange has its counterpart there.
 Args of all functions, beside those of the operators:
     group: a ProcessGroup, a DeviceMesh of one dimension, (mesh, name of a dimension), or None for the default group.
         Ranks that wait for each other in different groups, or for one whose group was refused, get an error: see
-        `hla.distributed.torch.waiting`.
+        `hla.distributed.torch.waiting`. A group on which a call was interrupted or has failed takes no more of them.
     method: "segments": one exchange, for linear_attention, hla2, ahla and hla3 in their exact definition. "stages":
         one exchange for each stage of the operator, for all of them. "auto": segments where there are such. See
         `hla.distributed.rounds`.
