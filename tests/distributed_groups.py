@@ -259,17 +259,19 @@ def refused_before(rank: int, size: int) -> None:
     world = dist.group.WORLD
     check_usable(world)
     with patience(0.1):
-        if rank == 2:
+        if rank == 1:
+            time.sleep(0.8)  # when nobody is told any more
+        else:
             refuse("nonsense", lambda: call("nonsense"))
             time.sleep(1.5)
-        else:
-            time.sleep(0.8)  # when nobody is told any more
         check_usable(world, world)
-        # one that another was refused earlier does not count as having heard of the next
-        if rank == 0:
+    # that the others were refused earlier does not mean that they know of the next time
+    with patience(0.3):
+        if rank == 1:
+            refuse("nonsense", lambda: call("nonsense"))
+        else:
             time.sleep(0.2)
-        words = "nonsense" if rank == 1 else "an error on rank 1"
-        refuse(words, lambda: call("nonsense" if rank == 1 else world))
+            refuse("an error on rank 1", lambda: call(world))
         check_usable(world)
 
 
