@@ -62,6 +62,17 @@ def start(command: list[str], ignoring: bool = False) -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, env=environment, **pipes, **more)
 
 
+def interrupted(process: subprocess.Popen[str], results: Path) -> str:
+    """Ctrl-C for the process and its own as soon as it has results; what it says at its end."""
+    deadline = time.monotonic() + 100
+    while not results.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGINT)
+    return process.communicate(timeout=100)[1]
+
+
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 
@@ -358,13 +369,8 @@ def test_best_rate_by_validation(recall: ModuleType, tmp_path: Path) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="signals to a group of processes")
 def test_in_the_background_nothing_is_interrupted(tmp_path: Path) -> None:
     command = words(tmp_path, task="mqar:2:6", mixer="softmax", lr=0.01, seeds=4, steps=20, threads=2)
-    process, deadline = start(command, ignoring=True), time.monotonic() + 100
-    while not (tmp_path / "results.json").exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGINT)
-    err = process.communicate(timeout=100)[1]
+    process = start(command, ignoring=True)
+    err = interrupted(process, tmp_path / "results.json")
     assert process.returncode == 0, err
     assert len(json.loads((tmp_path / "results.json").read_text())["cells"]) == 4
 
@@ -394,14 +400,8 @@ def test_two_processes_interrupt_and_continue(
     recall: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = words(tmp_path, task="mqar:2:6", mixer="softmax", lr=0.01, seeds=40, steps=20, threads=2)
-    process, deadline = start(command), time.monotonic() + 100
-    path = tmp_path / "results.json"
-    while not path.exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGINT)
-    err = process.communicate(timeout=100)[1]
+    process, path = start(command), tmp_path / "results.json"
+    err = interrupted(process, path)
     assert process.returncode == 130, err
     assert err == "stopped; what is finished is kept, and the same command continues\n"
     found = json.loads(path.read_text())["cells"]

@@ -19,7 +19,7 @@ from libraries import only
 
 torch: Any = only("torch")
 
-from hla.nn import kinds  # noqa: E402
+from hla import states  # noqa: E402
 from hla.nn.kinds import FREE, kind_of  # noqa: E402
 from hla.nn.options import DEFAULTS, LayerOptions  # noqa: E402
 from hla.nn.torch import HigherOrderAttention, HigherOrderOperator  # noqa: E402
@@ -219,7 +219,7 @@ def test_kinds_of_states() -> None:
     finally:
         sys.setswitchinterval(interval)
     gc.collect()
-    assert not [key for key in kinds._types if key[2] == (("ridge", 3 / 7),)]
+    assert not [key for key in states._classes if key[-1] == (("ridge", 3 / 7),)]
 
 
 def test_operators_that_changed_places() -> None:

@@ -24,9 +24,11 @@ Named tuples are pytrees in JAX and in torch as they are.
 from __future__ import annotations
 
 from collections import namedtuple
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from threading import Lock
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 from hla import arrays
 from hla.arrays import Array, Namespace, broadcast_shapes
@@ -105,17 +107,23 @@ def _rebuild(spec: tuple[Any, ...], values: tuple[Any, ...]) -> State:
     return state_type(Spec(*spec))(*values)
 
 
-_types: dict[tuple[str, Spec], type] = {}
+_classes: WeakValueDictionary[tuple[Any, ...], type] = WeakValueDictionary()
 _lock = Lock()
-"""Two threads get one class: pytrees with different ones are different."""
+
+
+def one_class(key: tuple[Any, ...], make: Callable[[], type]) -> type:
+    """The class of this key: the one in use, else a new one. All threads get the same, since pytrees with different
+    classes are different."""
+    with _lock:
+        found = _classes.get(key)
+        if found is None:
+            found = _classes[key] = make()
+    return found
 
 
 def tuple_type(name: str, spec: Spec, symbols: tuple[str, ...], rebuild: Any, doc: str) -> type:
     """A named-tuple class of arrays whose fields spell `symbols` out and which remembers its spec."""
-    with _lock:
-        if (name, spec) not in _types:
-            _types[name, spec] = _make_type(name, spec, symbols, rebuild, doc)
-        return _types[name, spec]
+    return one_class((name, spec), partial(_make_type, name, spec, symbols, rebuild, doc))
 
 
 def _make_type(name: str, spec: Spec, symbols: tuple[str, ...], rebuild: Any, doc: str) -> type:

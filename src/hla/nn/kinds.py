@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import namedtuple
 from dataclasses import dataclass, field, fields
-from threading import Lock
+from functools import partial
 from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
 
 from hla.nn.options import LayerOptions
 from hla.nn.refusals import other_layer
+from hla.states import one_class
 
 Options: TypeAlias = tuple[tuple[str, Any], ...]
 """(name, value) of each."""
@@ -69,19 +69,8 @@ def layer_kind(options: LayerOptions) -> Kind:
     return kind_of("OperatorStates", tuple(names), **told)
 
 
-_types: WeakValueDictionary[tuple[str, tuple[str, ...], Options], Any] = WeakValueDictionary()
-"""Those in use."""
-_lock = Lock()
-"""Two threads get one class: pytrees with different ones are different."""
-
-
 def _tuple_type(name: str, names: tuple[str, ...], options: Options) -> Any:
-    key = (name, names, options)
-    with _lock:
-        found = _types.get(key)
-        if found is None:
-            found = _types[key] = _make_type(*key)
-    return found
+    return one_class((name, names, options), partial(_make_type, name, names, options))
 
 
 def _make_type(name: str, names: tuple[str, ...], options: Options) -> Any:

@@ -408,10 +408,10 @@ def check_rotary_base(value: Any) -> None:
         raise OptionError(message("rotary_base", "a number above 1", repr(value), "10000 is usual."))
 
 
-def check_norm_eps(value: Any) -> None:
+def check_norm_eps(value: Any, name: str = "norm_eps") -> None:
     """OptionError unless this keeps a norm away from 0."""
     if not is_number(value) or not 0 < value < math.inf:
-        raise OptionError(message("norm_eps", "a small number > 0", repr(value), "1e-6 is usual."))
+        raise OptionError(message(name, "a small number > 0", repr(value), "1e-6 is usual."))
 
 
 def _check_kv_heads(num_heads: int, num_kv_heads: int) -> None:

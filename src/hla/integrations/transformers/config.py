@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +11,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from hla.arrays import is_number
 from hla.errors import OptionError, message
 from hla.models.config import ModelConfig
-from hla.nn.options import DEFAULTS
+from hla.nn.options import DEFAULTS, check_norm_eps
 
 _NAMES = {
     "vocab_size": "vocab_size",
@@ -117,8 +115,7 @@ class HLAConfig(PretrainedConfig):
         for name in ("is_encoder_decoder", "add_cross_attention", "output_attentions"):
             if kwargs.get(name, getattr(self, name, False)):
                 raise OptionError(message(name, "False", "True", "The model is a decoder without attention weights."))
-        if not is_number(self.rms_norm_eps) or not 0 < self.rms_norm_eps < math.inf:
-            raise OptionError(message("rms_norm_eps", "a small number > 0", repr(self.rms_norm_eps), "1e-6 is usual."))
+        check_norm_eps(self.rms_norm_eps, "rms_norm_eps")
         for name in ("d_model", "num_heads", "num_kv_heads", "operator", "causal"):
             if isinstance(self.attention, dict) and name in self.attention:
                 raise OptionError(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hla import arrays
 from hla.errors import DTypeError, OptionError, ShapeError, message
+from hla.nn.torch.sequences import packed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,10 +83,8 @@ def refuse_groups(layers: Iterable[Any]) -> None:
 
 def starts(offsets: Tensor, rows: int, columns: int, device: torch.device) -> Tensor:
     """bool (rows, columns), True at the first token of each sequence."""
-    token = torch.arange(rows * columns, device=device)
-    offsets = offsets.to(device)
-    owner = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
-    return (token == offsets[owner]).view(rows, columns)
+    texts = packed(offsets, rows * columns, device)
+    return (texts.positions(torch.zeros_like(texts.offsets[1:]), rows * columns) == 0).view(rows, columns)
 
 
 def _check(given: dict[str, Any], rows: int, columns: int) -> None:

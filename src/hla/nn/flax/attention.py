@@ -230,8 +230,7 @@ class HigherOrderAttention(nnx.Module):
         Raises:
             ShapeError: x, the mask, or the state's batch.
             DTypeError: x is not floating, or float64 where the layer is not; the mask is not bool.
-            OptionError: a state and a bidirectional layer; a state of other operators or sizes; a mask beside
-                `cu_seqlens`.
+            OptionError: a state and a bidirectional layer; a state of another layer; a mask beside `cu_seqlens`.
         """
         x = self._read("x", x, ("B", "T"))
         if not self.options.causal and (state is not None or return_state):

@@ -108,7 +108,7 @@ def begin(
 ) -> Session:
     """What the ranks of a layer's group agree on before a call."""
     from hla.distributed.torch.groups import Place
-    from hla.distributed.torch.operators import Session
+    from hla.distributed.torch.operators import Session, told_offsets
     from hla.distributed.torch.waiting import heard
 
     wants_grad = any(p.requires_grad for p in layer.parameters())
@@ -131,7 +131,7 @@ def begin(
             ("return_state", f"{return_state}"),
             ("state", "none" if state is None else f"{[tuple(y.shape) for y in tensors]}"),
             ("key_padding_mask", "none" if key_padding_mask is None else "a tensor"),
-            ("cu_seqlens", "none" if offsets is None else _told(tuple(offsets))),
+            ("cu_seqlens", "none" if offsets is None else told_offsets(offsets)),
             ("torch.is_grad_enabled()", f"{torch.is_grad_enabled()}"),
         )
     with heard():
