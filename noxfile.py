@@ -1,4 +1,4 @@
-"""What is checked, and how: `nox` runs all of it, `nox -s NAME` one session, `nox -R` without new environments.
+"""What is checked, and how: `nox` runs all of it, `nox -s NAME` one session, `nox -R` in environments that are kept.
 
 The project is installed as its users install it (not editable), so the wheel's contents are what is tested.
 Words after ``--`` go to pytest, for example ``nox -R -s tests-torch -- -k step``.
@@ -7,9 +7,13 @@ Words after ``--`` go to pytest, for example ``nox -R -s tests-torch -- -k step`
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 
 import nox
+from nox.virtualenv import VirtualEnv
 
 nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "venv"
@@ -53,6 +57,23 @@ def group(*names: str) -> list[str]:
     return list(dict.fromkeys(result))
 
 
+def checks(name: str, *, default: bool = True) -> Callable[[Callable[[nox.Session], None]], Callable[..., None]]:
+    """A session. Its environment goes when it has passed, except with -r and -R: all of them are 12 GB."""
+
+    def register(function: Callable[[nox.Session], None]) -> Callable[..., None]:
+        @nox.session(name=name, default=default)
+        @wraps(function)
+        def run(session: nox.Session) -> None:
+            function(session)
+            environment = session.virtualenv
+            if isinstance(environment, VirtualEnv) and not environment.reuse_existing:
+                shutil.rmtree(environment.location)
+
+        return run
+
+    return register
+
+
 def install(session: nox.Session, *requirements: str) -> None:
     session.install("--no-compile", *requirements)
 
@@ -68,14 +89,14 @@ def quick_programs(session: nox.Session) -> dict[str, str]:
     return {}
 
 
-@nox.session
+@checks("lint")
 def lint(session: nox.Session) -> None:
     install(session, *group("lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
 
 
-@nox.session
+@checks("types")
 def types(session: nox.Session) -> None:
     install(session, ".", *group("types"))
     session.run("mypy", "--strict", "src/hla")
@@ -99,22 +120,22 @@ WITHOUT_PROCESSES = "--ignore-glob=*/test_distributed*"
 """Left to the session of several processes."""
 
 
-@nox.session(name="tests-numpy")
+@checks("tests-numpy")
 def tests_numpy(session: nox.Session) -> None:
     run_tests(session, "numpy", "numpy", WITHOUT_CUDA)
 
 
-@nox.session(name="tests-strict")
+@checks("tests-strict")
 def tests_strict(session: nox.Session) -> None:
     run_tests(session, "strict", "array_api_strict")
 
 
-@nox.session(name="tests-torch")
+@checks("tests-torch")
 def tests_torch(session: nox.Session) -> None:
     run_tests(session, "torch", "torch", WITHOUT_PROCESSES)
 
 
-@nox.session(name="tests-jax")
+@checks("tests-jax")
 def tests_jax(session: nox.Session) -> None:
     """What is marked as optimised runs by itself, with XLA as it is."""
     install_for(session, "jax", "jax")
@@ -128,7 +149,7 @@ def tests_jax(session: nox.Session) -> None:
 TRITON_FILES = ("interpreter", "large", "gradients", "library", "gpu_script", "planted")
 
 
-@nox.session(name="tests-triton")
+@checks("tests-triton")
 def tests_triton(session: nox.Session) -> None:
     """The Triton backend's kernels in Triton's interpreter, on the CPU."""
     install(session, ".", *group("test", "cli", "triton"))
@@ -137,14 +158,14 @@ def tests_triton(session: nox.Session) -> None:
     session.run("pytest", "--arrays=torch", "-n", "2", *files, *session.posargs, env=interpreted)
 
 
-@nox.session(name="triton-compile")
+@checks("triton-compile")
 def triton_compile(session: nox.Session) -> None:
     """The Triton backend's kernels compiled for several GPUs, without one."""
     install(session, ".", *group("test", "triton"))
     session.run("pytest", "--arrays=torch", "-n", "2", "tests/test_triton_compile.py", *session.posargs, env=ONE_THREAD)
 
 
-@nox.session(name="triton-compile-all", default=False)
+@checks("triton-compile-all", default=False)
 def triton_compile_all(session: nox.Session) -> None:
     """Every configuration of every kernel, for every GPU: the better part of an hour."""
     install(session, ".", *group("test", "triton"))
@@ -152,7 +173,7 @@ def triton_compile_all(session: nox.Session) -> None:
     session.run("pytest", "--arrays=torch", "-n", "2", "-m", "all_configs", file, *session.posargs, env=ONE_THREAD)
 
 
-@nox.session(name="triton-semantics", default=False)
+@checks("triton-semantics", default=False)
 def triton_semantics(session: nox.Session) -> None:
     """The compiler's intermediate code of the Triton kernels, run on the CPU by ttsem: a second opinion, optional."""
     install(session, ".", *group("test", "triton"))
@@ -164,7 +185,7 @@ def triton_semantics(session: nox.Session) -> None:
 CUDA_FILES = tuple(f"tests/test_{name}.py" for name in ("cupy_kernels", "cuda_cpu", "cuda_standin"))
 
 
-@nox.session(name="tests-cupy")
+@checks("tests-cupy")
 def tests_cupy(session: nox.Session) -> None:
     """The CUDA sources on the CPU, by themselves and through a stand-in for CuPy under the shared suite."""
     run_tests(session, "cupy", "ml_dtypes")
@@ -172,7 +193,7 @@ def tests_cupy(session: nox.Session) -> None:
     session.run("pytest", "--arrays=numpy", "-n", "2", *alone, *session.posargs, env=ONE_THREAD)
 
 
-@nox.session(name="cupy-sanitize")
+@checks("cupy-sanitize")
 def cupy_sanitize(session: nox.Session) -> None:
     """The CUDA sources under the address, undefined-behaviour and thread sanitizers."""
     install(session, ".", *group("test", "cupy"))
@@ -181,7 +202,7 @@ def cupy_sanitize(session: nox.Session) -> None:
     )
 
 
-@nox.session(name="cupy-compile")
+@checks("cupy-compile")
 def cupy_compile(session: nox.Session) -> None:
     """The CUDA sources compiled by NVRTC for several GPUs, without one."""
     install(session, ".", *group("test", "nvrtc"))
@@ -197,7 +218,7 @@ def run_files(session: nox.Session, pattern: str, arrays: str, *groups: str) -> 
     session.run("pytest", f"--arrays={arrays}", "-n", "2", *files, *session.posargs, env=environment)
 
 
-@nox.session(name="tests-flax")
+@checks("tests-flax")
 def tests_flax(session: nox.Session) -> None:
     """The layer for Flax beside that for PyTorch."""
     run_files(session, "test_nn_flax*.py", "jax", "flax")
@@ -205,13 +226,13 @@ def tests_flax(session: nox.Session) -> None:
     session.run("pytest", "--arrays=jax", "-n", "2", *pages, *session.posargs, env=ONE_THREAD)
 
 
-@nox.session(name="tests-transformers")
+@checks("tests-transformers")
 def tests_transformers(session: nox.Session) -> None:
     """The model and the attention functions for Transformers."""
     run_files(session, "test_transformers*.py", "torch", "transformers")
 
 
-@nox.session(name="tests-distributed")
+@checks("tests-distributed")
 def tests_distributed(session: nox.Session) -> None:
     """Sequences over several processes of PyTorch, and over several devices of JAX, on the CPU."""
     run_files(session, "test_distributed_torch*.py", "torch", "torch", "cli")
@@ -222,7 +243,7 @@ AGAIN = ("concurrency", "cost", "errata", "forms", "gradients", "inputs", "memor
 """Operators on NumPy arrays, which nothing for the terminal has a part in: left to the session of NumPy."""
 
 
-@nox.session
+@checks("minimal")
 def minimal(session: nox.Session) -> None:
     """NumPy alone: no other array library, nothing for the terminal."""
     install(session, ".[numpy]", *group("test", "numpy"))
@@ -240,7 +261,7 @@ def minimal(session: nox.Session) -> None:
     session.run("pytest", "--arrays=numpy", "-n", "2", "tests", *words, *session.posargs, env=ONE_THREAD)
 
 
-@nox.session
+@checks("docs")
 def docs(session: nox.Session) -> None:
     install(session, *group("docs"))
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
