@@ -121,6 +121,7 @@ class SoftmaxAttention(nn.Module):
             lengths = _known_lengths(cu_seqlens)
             if lengths:  # scores within sequences alone
                 return torch.cat([self(part) for part in torch.split(x, lengths, dim=1)], dim=1)
+        whole = state is None and key_padding_mask is None and cu_seqlens is None
         if state is None:
             state = self.init_state(x.shape[0])
         else:
@@ -140,13 +141,15 @@ class SoftmaxAttention(nn.Module):
         q, k = turned_q.to(v.dtype), turned_k.to(v.dtype)
         keys, values = (torch.cat([old.to(v.dtype), new], 1) for old, new in zip(state.past, (k, v), strict=True))
         places = torch.cat([state.places, torch.where(present, at, -1)], 1)
-        visible = (places >= 0)[:, None] & (places[:, None] <= at[..., None])
-        if rows is not None:
-            visible = visible & (rows.owner[:, None] == rows.owner)
-        visible = visible | ~present[..., None]  # where nothing is visible it would be NaN; the output is 0 there
-        o = functional.scaled_dot_product_attention(
-            q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), visible[:, None], enable_gqa=True
-        )
+        visible = None
+        if not whole:  # then SDPA needs no T×T mask
+            visible = (places >= 0)[:, None] & (places[:, None] <= at[..., None])
+            if rows is not None:
+                visible = visible & (rows.owner[:, None] == rows.owner)
+            visible = visible | ~present[..., None]  # where nothing is visible it would be NaN; the output is 0 there
+            visible = visible[:, None]
+        q, k, v = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+        o = functional.scaled_dot_product_attention(q, k, v, visible, is_causal=whole, enable_gqa=True)
         y: Tensor = self.out_proj(o.transpose(1, 2).flatten(-2))
         if key_padding_mask is not None:
             y = y.masked_fill(key_padding_mask[..., None], 0.0)
