@@ -500,6 +500,30 @@ def test_models_that_cannot_be_served(config: Any, mask: bool) -> None:
         model(text(), **told)
 
 
+def test_cross_attention_of_a_decoder_by_itself() -> None:
+    """Also where there are as many keys as queries; the decoder's own attention is the operator."""
+    sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "decoder_layers": 1, "decoder_attention_heads": 3}
+    config = transformers.BartConfig(**sizes, decoder_ffn_dim=20, max_position_embeddings=40)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="hla2").eval()
+    assert model(text()).logits.shape == (BATCH, TOKENS, VOCABULARY)
+    with pytest.raises(hla.OptionError, match="expected a model without cross-attention"):
+        model(text(), encoder_hidden_states=torch.zeros(BATCH, TOKENS, WIDTH))
+
+
+def test_a_layer_that_does_not_say_whether_it_is_causal() -> None:
+    """Splinter's see their future, and have no word for it."""
+    model = AutoModel.from_config(transformers.SplinterConfig(**ENCODER), attn_implementation="hla2").double().eval()
+    with pytest.raises(hla.OptionError, match=r"is_causal: expected an attribute .* none in SplinterSelfAttention"):
+        model(text())
+    for layer in model.encoder.layer:
+        layer.attention.self.is_causal = False
+    tokens = text()
+    other = tokens.clone()
+    other[:, -1] = (tokens[:, -1] + 1) % VOCABULARY
+    apart = (model(tokens).last_hidden_state - model(other).last_hidden_state).abs().amax(-1)
+    assert bool((apart > 0).all())
+
+
 def test_a_window_that_holds_everything_is_none() -> None:
     tokens, mask = text(), torch.tensor([[0] * 4 + [1] * 7, [1] * 11])
     model = make("mistral")

@@ -151,9 +151,7 @@ def _attend(
     _check_call(module, query, key, dropout, sliding_window, kwargs)
     batch, heads, length, d = query.shape
     kv_heads = key.shape[1]
-    causal = is_causal
-    if causal is None:
-        causal = getattr(module, "is_causal", True) and getattr(_config(module), "is_causal", True)
+    causal = _is_causal(module) if is_causal is None else is_causal
     told = _told(attention_mask, batch, length, module, kwargs)
     decay: Any = None
     if decays is not None:
@@ -190,6 +188,18 @@ def _attend(
         **told,
     )
     return o.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """What the layer says of itself; its model may make it see the future."""
+    told = getattr(module, "is_causal", None)
+    if told is None:
+        raise OptionError(
+            message("is_causal", "an attribute of the layer, True or False", f"none in {type(module).__name__}",
+                    "It does not say whether it sees the future: set it in each of these layers, to False in an "
+                    "encoder.")
+        )  # fmt: skip
+    return bool(told and getattr(_config(module), "is_causal", True))
 
 
 def _mask(
@@ -345,6 +355,8 @@ def _check_call(
     """Errors for what a model asks of its attention and these operators cannot do."""
     config = _config(module)
     crossed = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+    # of a decoder that a model has alone (BartForCausalLM), the config says neither
+    crossed = crossed or (getattr(module, "is_decoder", False) and getattr(module, "is_causal", None) is False)
     if crossed or getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower():
         raise OptionError(
             message("attn_implementation", "a model without cross-attention", type(module).__name__,
