@@ -228,6 +228,7 @@ def test_entries_of_a_batch(layer: Any) -> None:
 def test_sizes_of_states(layer: Any) -> None:
     for batch in (-1, 2.0, (2,), True):
         refused(OPTION, "batch: expected an integer ≥ 0", lambda b=batch: layer.init_state(b))
+        refused(OPTION, "batch: expected an integer ≥ 0", lambda b=batch: layer.flops(TOKENS, b))
 
 
 def test_bidirectional_layers_have_no_state(layer: Any) -> None:
@@ -257,6 +258,12 @@ def test_operator_module() -> None:
         if wrong is not None:
             says = f"initial_state: expected a state of this library, got {type(wrong).__name__}"
             refused(DTYPE, says, lambda wrong=wrong: module(q, q, q, wrong))
+    state = module.init_state((2, 3), 8, 8)
+    refused(DTYPE, "q: expected an array", lambda: module([1.0], q, q, state))
+    refused(DTYPE, "q: expected an array", lambda: module.step([1.0], at, at, state))
+    refused(SHAPE, "batch axes that broadcast", lambda: module.step(at, at[:, :2], at, state))
+    refused(OPTION, "axis: expected an axis", lambda: module(q, q, q, state, axis=7))
+    state = module.init_state((1, 3), 8, 8, dtype=jnp.float64)
     other = HigherOrderOperator("ahla")
     refused(OPTION, "initial_state: expected a state of ahla", lambda: other(q[:1], q[:1], q[:1], state))
     bidirectional = HigherOrderOperator("hla2", causal=False)

@@ -152,6 +152,7 @@ def test_masks() -> None:
         ([[0, 11]], SHAPE, "cu_seqlens: expected shape (N + 1,), got (1, 2)"),
         ([], DTYPE, "cu_seqlens: expected an integer tensor"),
         ([0.0, 11.0], DTYPE, "cu_seqlens: expected an integer tensor"),
+        ([0j, 11 + 0j], DTYPE, "cu_seqlens: expected an integer tensor"),
     ],
 )
 def test_offsets(offsets: Any, kind: Any, says: str) -> None:
@@ -244,6 +245,26 @@ def test_states_that_are_none() -> None:
         refused(DTYPE, f"state: expected a state, got {name}", lambda w=wrong: operator.step(at, at, at, w))
 
 
+@pytest.mark.parametrize("operator", ["hla2", "linear_attention"])
+def test_tokens_beside_a_state(operator: str) -> None:
+    """What no operator takes is refused in its words, although the state's batch cannot be known."""
+    module, q, v = HigherOrderOperator(operator), torch.randn(3, 2, TOKENS, 8), torch.randn(3, 2, TOKENS, 7)
+    _, state = module(q, q, v, return_state=True)
+    now = [x[:, :, 0] for x in (q, q, v)]
+    for kind, says, call in (
+        (SHAPE, "batch axes", lambda: module(q, q[:2], v, state)),
+        (SHAPE, "batch axes", lambda: module.step(now[0], now[1][:2], now[2], state)),
+        (SHAPE, "q: expected", lambda: module(q[0, 0, 0], q, v, state)),
+        (SHAPE, "q: expected", lambda: module.step(now[0][0, 0, 0], *now[1:], state)),
+        (SHAPE, "cu_seqlens: expected", lambda: module(q, q, v, state, cu_seqlens=torch.tensor(3))),
+        (OPTION, "axis: expected", lambda: module(q, q, v, state, axis=7)),
+        (OPTION, "axis: expected", lambda: module(q, q, v, state, axis="time")),
+        (DTYPE, "q: expected", lambda: module([1.0], q, v, state)),
+        (DTYPE, "q: expected", lambda: module.step([1.0], *now[1:], state)),
+    ):
+        refused(kind, says, call)
+
+
 def test_reordering() -> None:
     state = make({"operator": "hla2"}).init_state(BATCH)
     for wrong, kind, says in (
@@ -277,6 +298,8 @@ def test_states_of_other_sizes() -> None:
     refused(hla.MixedArrayError, "expected a tensor on cpu", lambda: layer(x, state.to("meta")))
     refused(DTYPE, "torch.float64, got torch.float32", lambda: layer(x, make_single(layer).init_state(BATCH)))
     refused(DTYPE, "state: expected a LayerState, got Tensor", lambda: layer(x, x))
+    for wrong in (state.map(lambda s: s.numpy()), state._replace(position=[0, 0])):
+        refused(DTYPE, "a torch.Tensor, got", lambda s=wrong: layer(x, s))
     refused(DTYPE, "state: expected a LayerState, got Hla2State", lambda: layer.step(x[:, 0], state.operators[0]))
     # every field is checked, not only the first
     for i in range(len(state.tensors())):
@@ -294,6 +317,8 @@ def test_sizes_of_states() -> None:
     layer = make({"operator": "hla2"})
     for batch in (-1, 2.0, (2,), True):
         refused(OPTION, "batch: expected an integer ≥ 0", lambda b=batch: layer.init_state(b))
+        refused(OPTION, "batch: expected an integer ≥ 0", lambda b=batch: layer.flops(TOKENS, b))
+        refused(OPTION, "length: expected an integer ≥ 0", lambda b=batch: layer.flops(b))
 
 
 def test_bidirectional_layers_have_no_state() -> None:

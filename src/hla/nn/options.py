@@ -15,6 +15,7 @@ from hla.arrays import is_integer, is_number
 from hla.backends.selection import names_of
 from hla.cost import cost
 from hla.errors import OptionError, message
+from hla.nn.refusals import check_count
 from hla.options import FORMS
 
 OPERATORS = ("linear_attention", "hla2", "ahla", "hla3")
@@ -191,6 +192,8 @@ class LayerOptions:
 
     def flops(self, length: int, batch: int) -> int:
         """Floating-point operations of the forward pass: of projections, convolutions and operators."""
+        check_count("length", length, "the number of tokens")
+        check_count("batch", batch)
         outputs = self.num_heads * self.value_dim
         raised = sum(self.widths()) + outputs + (outputs if self.output_gate else 0)
         raised += self.num_kv_heads if self.decay == "forget_gate" else 0
@@ -434,7 +437,7 @@ def _size(name: str, value: Any) -> int:
 
 
 def _one_of(name: str, value: Any, allowed: Sequence[str], todo: str) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise OptionError(message(name, f"one of {', '.join(allowed)}", repr(value), todo))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from hla import arrays
 from hla.errors import OptionError, ShapeError, message
 
 
@@ -41,6 +42,28 @@ def check_known_offsets(known: Sequence[int], length: int) -> None:
         raise OptionError(message("cu_seqlens", f"offsets from 0 to T = {length}", got, "Start at 0 and end at T."))
     if any(b < a for a, b in pairwise(known)):
         raise OptionError(message("cu_seqlens", "non-decreasing offsets", f"{known}", "Pass cumulative lengths."))
+
+
+def check_count(name: str, value: Any, what: str = "the number of sequences") -> int:
+    """A number of things, of which there may be none; else an OptionError."""
+    if not arrays.is_integer(value) or value < 0:
+        raise OptionError(message(name, "an integer ≥ 0", repr(value), f"Pass {what}."))
+    return int(value)
+
+
+def batch_of(tokens: Sequence[Any], axis: int | None, cu_seqlens: Any = None) -> tuple[int, ...] | None:
+    """The batch axes of a state of these q, k and v; None where they cannot be, as the operator says. Without a time
+    axis they are single tokens."""
+    try:
+        shapes = [list(x.shape) for x in tokens]
+        for shape in shapes:
+            if axis is not None:
+                del shape[axis]
+            del shape[-1]
+        batch = arrays.broadcast_shapes(*map(tuple, shapes))
+        return batch if cu_seqlens is None else (len(cu_seqlens) - 1, *batch)
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return None
 
 
 def check_batch(state: Any, batch: tuple[int, ...]) -> None:

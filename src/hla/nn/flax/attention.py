@@ -13,7 +13,6 @@ from flax import nnx
 from jax import Array
 
 import hla
-from hla.arrays import is_integer
 from hla.errors import OptionError, message
 from hla.nn.flax import sequences
 from hla.nn.flax.checks import check_field, check_offsets, check_rngs, read_dtype, read_input, read_mask
@@ -33,7 +32,7 @@ from hla.nn.flax.state import LayerState
 from hla.nn.groups import Runs, back_in_order, check_state, describe
 from hla.nn.kinds import layer_kind
 from hla.nn.options import Decay, LayerOptions, read_layer_options
-from hla.nn.refusals import no_state
+from hla.nn.refusals import check_count, no_state
 
 
 class HigherOrderAttention(nnx.Module):
@@ -303,9 +302,7 @@ class HigherOrderAttention(nnx.Module):
         """
         if not self.options.causal:
             raise no_state("init_state")
-        if not is_integer(batch) or batch < 0:
-            raise OptionError(message("batch", "an integer ≥ 0", repr(batch), "Pass the number of sequences."))
-        return self._zeros(int(batch))
+        return self._zeros(check_count("batch", batch))
 
     def state_bytes(self, batch: int = 1) -> int:
         """Bytes of the state of so many sequences, however long; 0 where not causal."""

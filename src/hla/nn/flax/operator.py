@@ -9,10 +9,8 @@ from flax import nnx
 from jax import Array
 
 import hla
-from hla import arrays
 from hla.nn.options import OperatorOptions, read_operator_options
-from hla.nn.refusals import check_batch, no_state
-from hla.states import is_state
+from hla.nn.refusals import batch_of, check_batch, no_state
 
 
 class HigherOrderOperator(nnx.Module):
@@ -107,9 +105,9 @@ class HigherOrderOperator(nnx.Module):
             OptionError, ShapeError, DTypeError: as the operators; a state of another batch is a ShapeError.
         """
         options = self.options
-        if is_state(state):  # the operator refuses what is none
-            batch = arrays.broadcast_shapes(*(_batch(x.shape, axis) for x in (q, k, v)))
-            check_batch(state, batch if cu_seqlens is None else (len(cu_seqlens) - 1, *batch))
+        batch = None if state is None else batch_of((q, k, v), axis, cu_seqlens)
+        if batch is not None:
+            check_batch(state, batch)
         return getattr(hla, options.operator)(
             q,
             k,
@@ -143,8 +141,9 @@ class HigherOrderOperator(nnx.Module):
         """
         if not self.options.causal:
             raise no_state("step")
-        if is_state(state):
-            check_batch(state, arrays.broadcast_shapes(*(tuple(x.shape[:-1]) for x in (q_t, k_t, v_t))))
+        batch = batch_of((q_t, k_t, v_t), None)
+        if batch is not None:
+            check_batch(state, batch)
         return hla.step(state, q_t, k_t, v_t, **self.options.keywords(decay, log_decay, token_mask))
 
     def init_state(
@@ -174,10 +173,3 @@ class HigherOrderOperator(nnx.Module):
             normalize=options.normalize,
             ridge=options.ridge,
         )
-
-
-def _batch(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """Without the time axis and the features."""
-    axes = list(shape)
-    del axes[axis]
-    return tuple(axes[:-1])

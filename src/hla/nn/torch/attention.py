@@ -16,7 +16,7 @@ from hla.errors import DTypeError, OptionError, ShapeError, message
 from hla.nn.groups import Group, Runs, back_in_order, check_state, describe
 from hla.nn.kinds import layer_kind
 from hla.nn.options import Decay, HeadGroup, LayerOptions, read_layer_options
-from hla.nn.refusals import no_state
+from hla.nn.refusals import check_count, no_state
 from hla.nn.torch import sequences
 from hla.nn.torch.checks import check_dtype, check_field, check_mask, check_offsets, is_cast
 from hla.nn.torch.convolution import ShortConvolution
@@ -358,9 +358,7 @@ class HigherOrderAttention(nn.Module):
         """
         if not self.options.causal:
             raise no_state("init_state")
-        if not arrays.is_integer(batch) or batch < 0:
-            raise OptionError(message("batch", "an integer ≥ 0", repr(batch), "Pass the number of sequences."))
-        return self._zeros(int(batch), self.q_proj.weight.device)
+        return self._zeros(check_count("batch", batch), self.q_proj.weight.device)
 
     def state_bytes(self, batch: int = 1) -> int:
         """Bytes of the state of so many sequences, however long; 0 where not causal."""

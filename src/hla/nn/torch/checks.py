@@ -86,7 +86,7 @@ def check_mask(mask: Any, shape: tuple[int, ...], x: Tensor) -> None:
 
 def check_offsets(offsets: Any, x: Tensor, *, slice_only: bool = False) -> int:
     """The number of packed sequences. `slice_only`: x is a slice of them, of unknown place."""
-    if not isinstance(offsets, Tensor) or offsets.dtype.is_floating_point or offsets.dtype == torch.bool:
+    if not isinstance(offsets, Tensor) or not _is_integer(offsets.dtype):
         got = f"{offsets.dtype}" if isinstance(offsets, Tensor) else type(offsets).__name__
         raise DTypeError(message("cu_seqlens", "an integer tensor (N + 1,)", got, "Pass cumulative lengths."))
     if offsets.ndim != 1 or offsets.shape[0] < 1:
@@ -101,8 +101,16 @@ def check_offsets(offsets: Any, x: Tensor, *, slice_only: bool = False) -> int:
     return int(offsets.shape[0]) - 1
 
 
-def check_field(name: str, found: Tensor, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> None:
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def check_field(name: str, found: Any, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> None:
     """Errors unless a tensor of a state has this shape, batch first, and dtype, and is beside x."""
+    if not isinstance(found, Tensor):
+        raise DTypeError(
+            message(f"state.{name}", "a torch.Tensor", type(found).__name__, "Convert it, e.g. torch.as_tensor.")
+        )
     check_field_shape(name, tuple(found.shape), shape)
     if found.dtype != dtype:
         raise DTypeError(message(f"state.{name}", f"{dtype}", f"{found.dtype}", "States keep the dtype they came in."))

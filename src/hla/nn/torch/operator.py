@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import hla
-from hla import arrays
 from hla.nn.options import OperatorOptions, read_operator_options
-from hla.nn.refusals import check_batch, no_state
+from hla.nn.refusals import batch_of, check_batch, no_state
 from hla.nn.torch.slices import Kept
 
 
@@ -164,8 +163,9 @@ class HigherOrderOperator(nn.Module):
         """
         if not self.options.causal:
             raise no_state("step")
-        axes = [tuple(x.shape[:-1]) for x in (q_t, k_t, v_t)]
-        check_batch(state, arrays.broadcast_shapes(*axes))
+        batch = batch_of((q_t, k_t, v_t), None)
+        if batch is not None:
+            check_batch(state, batch)
         return hla.step(state, q_t, k_t, v_t, **self.options.keywords(decay, log_decay, token_mask))
 
     def init_state(
@@ -199,10 +199,9 @@ class HigherOrderOperator(nn.Module):
         )
 
     def _check_state(self, q: Tensor, k: Tensor, v: Tensor, state: Any, cu_seqlens: Tensor | None, axis: int) -> None:
-        if state is not None:
-            axes = [tuple(x.movedim(axis, -2).shape[:-2]) for x in (q, k, v)]
-            batch = arrays.broadcast_shapes(*axes)
-            check_batch(state, batch if cu_seqlens is None else (len(cu_seqlens) - 1, *batch))
+        batch = None if state is None else batch_of((q, k, v), axis, cu_seqlens)
+        if batch is not None:
+            check_batch(state, batch)
 
     def extra_repr(self) -> str:
         """The options that are not at their defaults."""
