@@ -277,6 +277,14 @@ def test_probabilities(temperature: float, top_k: int | None, top_p: float | Non
     assert np.allclose(found.numpy(), want, rtol=1e-12, atol=0)
 
 
+def test_coldest_temperature_and_largest_count() -> None:
+    """Neither infinite logits nor numbers without a dtype: the likeliest, and everything."""
+    logits = 9 * torch.from_numpy(np.random.default_rng(5).normal(size=(3, VOCABULARY))).float()
+    for cold in (1e-20, 1e-40, 1e-320):
+        assert torch.equal(probabilities(logits, cold), probabilities(logits, 0.0)), cold
+    assert torch.equal(probabilities(logits, 1.0, 10**30), probabilities(logits, 1.0, VOCABULARY))
+
+
 def test_top_p_at_the_border() -> None:
     """Two of four equal ones are one half exactly: no third is kept."""
     found = probabilities(torch.zeros(1, 4), 1.0, None, 0.5)
@@ -338,9 +346,12 @@ def test_generation_leaves_the_model_as_it_was() -> None:
         raise RuntimeError("planted")
 
     model.train()
+    model.blocks[1].eval()
+    modes = [module.training for module in model.modules()]
     with pytest.raises(RuntimeError, match="planted"):
         model.generate(text(), 1, on_token=fails)
-    assert model.training
+    model.generate(text(), 1)
+    assert [module.training for module in model.modules()] == modes, "a part in another mode stays there"
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -393,6 +404,8 @@ def test_damaged_files(tmp_path: Path) -> None:
     load(r"norm\.weight")
     with pytest.raises(FileNotFoundError):
         Decoder.load(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError):
+        Decoder.load(tmp_path)
 
 
 def test_inner_size() -> None:
@@ -407,6 +420,27 @@ def test_config_as_text() -> None:
     again = ModelConfig.from_json(told.to_json())
     assert again.kinds() == told.kinds() == ("hla2", "softmax", tuple(layers.MIXED))
     assert json.loads(again.to_json()) == json.loads(told.to_json())
+
+
+def test_config_of_numpy_numbers(tmp_path: Path) -> None:
+    """A model of them can be saved."""
+    attention = {"decay": np.float32(0.5), "conv_size": np.int64(2)}
+    told = config(d_model=np.int64(WIDTH), layers="hla2", dropout=np.float32(0.25), attention=attention)
+    Decoder(told).save(tmp_path / "model.safetensors")
+    again = Decoder.load(tmp_path / "model.safetensors").config
+    assert again == told
+    assert type(again.dropout) is float
+
+
+def test_config_keeps_what_it_was_told() -> None:
+    kinds: list[Any] = ["hla2", "softmax", list(layers.MIXED)]
+    attention: dict[str, Any] = {"decay": [0.9, 0.8, 0.7]}
+    told = config(layers=kinds, attention=attention)
+    before = told.to_json()
+    kinds[0], kinds[2][0] = "ahla", "ahla"
+    attention["decay"][0] = 0.1
+    attention["rotary"] = True
+    assert told.to_json() == before
 
 
 # --- the rest of PyTorch ---------------------------------------------------------------------------------------------
@@ -601,6 +635,14 @@ def test_refused_calls() -> None:
         (hla.DTypeError, "key_padding_mask", lambda: make(layers="softmax")(tokens, key_padding_mask=mask.long())),
         (hla.DTypeError, "state: expected a DecoderState, got list", lambda: model(tokens, [1, 2, 3])),
         (hla.DTypeError, "tokens: expected an int64 or int32 tensor, got list", lambda: model.step([1, 2], None)),
+        (hla.DTypeError, "state: expected a DecoderState, got NoneType", lambda: model.step(tokens[:, 0], None)),
+        (
+            hla.OptionError,
+            "states of 3 layers, got 2",
+            lambda: model(tokens, model.init_state(BATCH)._replace(layers=(None, *model.init_state(BATCH).layers[1:]))),
+        ),
+        (hla.OptionError, "batch: expected an integer ≥ 0, got 2.5", lambda: make(layers="softmax").init_state(2.5)),
+        (hla.DTypeError, "on_token: expected a function", lambda: model.generate(tokens, 1, on_token=3)),
         (hla.OptionError, "below vocab_size = 31, from 0, got 31", lambda: model(tokens * 0 + VOCABULARY)),
         (hla.OptionError, "below vocab_size = 31, from 0, got -1", lambda: model.generate(tokens * 0 - 1, 1)),
         (hla.OptionError, "from 0, got 31", lambda: model.step(tokens[:, 0] * 0 + 31, model.init_state(BATCH))),

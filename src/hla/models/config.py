@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -83,6 +84,9 @@ class ModelConfig:
         check_rotary_base(self.rotary_base)
         check_norm_eps(self.norm_eps)
         self._check_attention()
+        # later changes of the caller's lists and mappings are not changes of a config
+        object.__setattr__(self, "attention", deepcopy(dict(self.attention)))
+        object.__setattr__(self, "layers", _frozen(self.layers))
         kv_heads = self.num_kv_heads or self.num_heads
         for kind in dict.fromkeys(self.kinds()):
             if kind == "softmax":
@@ -133,7 +137,7 @@ class ModelConfig:
 
     def to_json(self) -> str:
         """The config as text."""
-        return json.dumps({**asdict(self), "attention": dict(self.attention)})
+        return json.dumps(asdict(self), default=_plain)
 
     @classmethod
     def from_json(cls, text: str) -> ModelConfig:
@@ -143,6 +147,19 @@ class ModelConfig:
         if not isinstance(found, dict) or not set(found) <= known or "vocab_size" not in found:
             raise ValueError(message("text", f"an object with the fields {sorted(known)}", text[:80], "See to_json."))
         return cls(**found)
+
+
+def _frozen(x: Any) -> Any:
+    return tuple(map(_frozen, x)) if isinstance(x, (list, tuple)) else x
+
+
+def _plain(x: Any) -> Any:
+    """The number of Python that one of NumPy is."""
+    if is_integer(x):
+        return int(x)
+    if is_number(x):
+        return float(x)
+    raise TypeError(f"no JSON for {x!r}")
 
 
 def _kind(name: str, kind: Any, num_heads: int) -> Layer:

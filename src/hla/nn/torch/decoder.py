@@ -15,6 +15,7 @@ from hla.arrays import is_integer
 from hla.errors import DTypeError, OptionError, message
 from hla.files import write_whole
 from hla.models.config import Layer, ModelConfig
+from hla.nn.refusals import check_count
 from hla.nn.torch import sampling
 from hla.nn.torch.attention import HigherOrderAttention
 from hla.nn.torch.checks import check_dtype, check_index, check_tokens
@@ -209,12 +210,18 @@ class Decoder(nn.Module):
         """
         self._check_alone("step")
         check_tokens(tokens, self.config.vocab_size, ("B",))
+        self._check_state(state)
         logits, state = self(tokens[:, None], state, True)
         return logits[:, 0], state
 
     def init_state(self, batch: int) -> DecoderState:
-        """The state before the first token."""
-        return DecoderState(tuple(self._attention(i).init_state(batch) for i in range(len(self.blocks))))
+        """The state before the first token.
+
+        Raises:
+            OptionError: `batch` is no size.
+        """
+        count = check_count("batch", batch)
+        return DecoderState(tuple(self._attention(i).init_state(count) for i in range(len(self.blocks))))
 
     @torch.no_grad()
     def generate(
@@ -253,9 +260,10 @@ class Decoder(nn.Module):
         self._check_alone("generate")
         sampling.check_sampling(temperature, top_k, top_p)
         stops = self._stops(stop)
-        if not is_integer(count) or count < 0:
-            raise OptionError(message("count", "an integer ≥ 0", repr(count), "Pass a number of tokens."))
-        training = self.training
+        check_count("count", count, "a number of tokens")
+        if on_token is not None and not callable(on_token):
+            raise DTypeError(message("on_token", "a function of a column, or None", repr(on_token), "Pass a function."))
+        modes = [(module, module.training) for module in self.modules()]
         self.eval()
         try:
             logits, state = self._prefill(tokens, key_padding_mask)
@@ -274,7 +282,8 @@ class Decoder(nn.Module):
                     break
                 logits, state = self.step(token, state)
         finally:
-            self.train(training)
+            for module, training in modes:
+                module.training = training
         return torch.stack(made, 1) if made else tokens.new_zeros(tokens.shape[0], 0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -295,7 +304,7 @@ class Decoder(nn.Module):
         """
         from safetensors import SafetensorError, safe_open
 
-        if not Path(path).exists():
+        if not Path(path).is_file():
             raise FileNotFoundError(os.fspath(path))
         try:
             with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
@@ -332,14 +341,8 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, DecoderState | None]:
         check_tokens(tokens, self.config.vocab_size)
-        if state is not None and not isinstance(state, DecoderState):
-            raise DTypeError(
-                message("state", "a DecoderState", type(state).__name__, "Use return_state=True or init_state(batch).")
-            )
-        if state is not None and len(state.layers) != len(self.blocks):
-            raise OptionError(
-                message("state", f"states of {len(self.blocks)} layers", f"{len(state.layers)}", "Use its own state.")
-            )
+        if state is not None:
+            self._check_state(state)
         x = functional.dropout(self.embedding(tokens), self.config.dropout, self.training)
         after = []
         for i, block in enumerate(self.blocks):
@@ -347,6 +350,17 @@ class Decoder(nn.Module):
             x, layer = block(x, before, return_state, key_padding_mask, cu_seqlens)
             after.append(layer)
         return x, DecoderState(tuple(after)) if return_state else None
+
+    def _check_state(self, state: Any) -> None:
+        if not isinstance(state, DecoderState):
+            raise DTypeError(
+                message("state", "a DecoderState", type(state).__name__, "Use return_state=True or init_state(batch).")
+            )
+        found = sum(layer is not None for layer in state.layers)
+        if found != len(self.blocks) or found != len(state.layers):
+            raise OptionError(
+                message("state", f"states of {len(self.blocks)} layers", f"{found}", "Use its own state.")
+            )
 
     def _logits(self, x: Tensor) -> Tensor:
         weight = self.embedding.weight if self.head is None else self.head.weight

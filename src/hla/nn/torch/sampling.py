@@ -32,10 +32,13 @@ def probabilities(
     logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
     if temperature == 0:
         return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
-    ordered, order = (logits / temperature).sort(dim=-1, descending=True, stable=True)
+    below = logits - logits.amax(-1, keepdim=True)  # 0 at the likeliest, which no temperature makes infinite
+    cold = max(temperature, torch.finfo(logits.dtype).tiny)
+    ordered, order = (below / cold).sort(dim=-1, descending=True, stable=True)
     kept = ordered.softmax(-1)
     if top_k is not None:
-        kept = torch.where(torch.arange(kept.shape[-1], device=kept.device) < top_k, kept, 0.0)
+        rank = torch.arange(kept.shape[-1], device=kept.device)
+        kept = torch.where(rank < min(top_k, kept.shape[-1]), kept, 0.0)
         kept = kept / kept.sum(-1, keepdim=True)
     if top_p is not None:
         before = kept.cumsum(-1) - kept
