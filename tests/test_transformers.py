@@ -412,6 +412,22 @@ def test_training() -> None:
     assert not torch.equal(first[1] - first[0], second[1] - second[0]), "dropout of blocks"
 
 
+def test_smoothed_labels(tmp_path: Path) -> None:
+    """`Trainer` smooths them itself, and has to know that the model's are shifted."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    told = {"output_dir": str(tmp_path), "label_smoothing_factor": 0.2, "use_cpu": True, "report_to": "none"}
+    model, tokens = make(), text()
+    trainer = Trainer(model, TrainingArguments(**told))
+    labels = tokens.clone()
+    labels[0, 7:] = -100
+    found = trainer.compute_loss(model, {"input_ids": tokens, "labels": labels})
+    logits = model(tokens).logits[:, :-1].flatten(0, 1)
+    want = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=0.2)
+    assert float(found.detach()) == pytest.approx(float(want.detach()), rel=1e-5)  # Transformers computes it in float32
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("cached", [True, False])
 def test_gradient_checkpointing(reentrant: bool, cached: bool) -> None:

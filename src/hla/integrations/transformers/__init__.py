@@ -5,6 +5,7 @@ imported, under the model type "hla". `register` adds "hla2" and the others to w
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hla.integrations.transformers.cache import HLACache, HLACacheLayer
 from hla.integrations.transformers.config import HLAConfig
@@ -16,3 +17,5 @@ __all__ = ["HLACache", "HLACacheLayer", "HLAConfig", "HLAForCausalLM", "HLAModel
 AutoConfig.register(HLAConfig.model_type, HLAConfig, exist_ok=True)
 AutoModel.register(HLAConfig, HLAModel, exist_ok=True)
 AutoModelForCausalLM.register(HLAConfig, HLAForCausalLM, exist_ok=True)
+# by these names `Trainer` knows whose labels it has to shift when it smooths them itself
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[HLAConfig.model_type] = HLAForCausalLM.__name__
