@@ -376,6 +376,21 @@ def test_how_it_is_computed_changes_nothing(how: dict[str, Any]) -> None:
         assert told == {name: tuple(x) if isinstance(x, list) else x for name, x in how.items()}
 
 
+@pytest.mark.parametrize("decay", ["learned", [1e-50, 1e-60, 1e-70]], ids=str)
+def test_decays_that_round_to_zero(decay: Any) -> None:
+    """Every token is alone, and nothing becomes NaN."""
+    options = {"operator": layers.MIXED, "num_kv_heads": 3, "conv_size": None, "decay": decay}
+    layer, x = make(options, param_dtype="float32"), tokens().astype(np.float32)
+    if decay == "learned":
+        layer.decay.logit[...] = jnp.full(3, -200.0)
+    given = parameters(layer)
+    allowed = layers.sensitivity(given, x, options) * layers.tolerance(options, TOKENS, budget.UNIT["float32"])
+    assert_close(layer(x), layers.batched(given, x, options), allowed)
+    if decay == "learned":
+        gradients = nnx.jit(nnx.grad(lambda layer: jnp.square(layer(x[:, :5])).sum()))(layer)
+        assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (2, 1), (0, 0)])
 def test_empty(shape: tuple[int, int]) -> None:
     layer = make({"operator": "hla2", "rotary": True})

@@ -297,5 +297,8 @@ def test_weights(layer: Any) -> None:
     empty = hla.nn.torch.HigherOrderAttention(12, 4, device="meta")
     refused(DTYPE, "expected a tensor with values, got one of the device meta", lambda: from_torch(empty))
     refused(OPTION, "got none for", lambda: load_torch(layer, torch.nn.Linear(3, 4)))
+    for module in (torch.nn.Linear(3, 4), given, 3):
+        refused(DTYPE, "layer: expected a hla.nn.flax.HigherOrderAttention", lambda m=module: to_torch(m))
+        refused(DTYPE, "layer: expected a hla.nn.flax.HigherOrderAttention", lambda m=module: load_torch(m, given))
     for module in (torch.nn.Linear(3, 4), layer, None):
         refused(DTYPE, "module: expected a hla.nn.torch.HigherOrderAttention, got", lambda m=module: from_torch(m))

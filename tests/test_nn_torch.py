@@ -202,6 +202,24 @@ def test_gradient_of_each_parameter(options: dict[str, Any]) -> None:
     check_gradients(options, True, {name: {name: y} for name, y in random_direction(everything).items()}, 2e-5)
 
 
+@pytest.mark.parametrize("decay", ["learned", [1e-50, 1e-60, 1e-70]], ids=str)
+def test_decays_that_round_to_zero(decay: Any) -> None:
+    """Every token is alone, and nothing becomes NaN."""
+    options = {"operator": layers.MIXED, "num_kv_heads": 3, "conv_size": None, "decay": decay}
+    layer, x = make(options, dtype=torch.float32), tokens().float().requires_grad_()
+    if decay == "learned":
+        with torch.no_grad():
+            layer.decay.logit.fill_(-200.0)
+    y, state = layer(x, return_state=True)
+    given, at = parameters(layer), x.detach().double().numpy()
+    allowed = layers.sensitivity(given, at, options) * layers.tolerance(options, TOKENS, budget.UNIT["float32"])
+    assert_close(y.detach(), layers.batched(given, at, options), allowed)
+    after, _ = layer.step(x[:, 3], state)
+    assert_close(after.detach(), layers.batched(given, at[:, 3:4], options)[:, 0], allowed[:, 3])
+    y.square().sum().backward()
+    assert all(torch.isfinite(g).all() for g in (x.grad, *(p.grad for p in layer.parameters())))
+
+
 def test_gradients_through_the_state() -> None:
     """Backwards through a state, and through what it holds besides outputs, as through the whole sequence."""
     layer, x = make({"operator": layers.MIXED, "num_kv_heads": 3, "rotary": True, "normalize": True}), tokens()

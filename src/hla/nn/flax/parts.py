@@ -104,7 +104,7 @@ class FixedDecay(nnx.Module):
 
     def __call__(self, x: Array, wide: Any) -> dict[str, Array]:
         """Of the layer's input (B, T, d_model) → decay (Hkv, 1) in this dtype."""
-        return {"decay": jnp.asarray(self.decays, wide)[:, None]}
+        return {"decay": _above_zero(jnp.asarray(self.decays, wide))[:, None]}
 
 
 class LearnedDecay(nnx.Module):
@@ -115,7 +115,7 @@ class LearnedDecay(nnx.Module):
 
     def __call__(self, x: Array, wide: Any) -> dict[str, Array]:
         """Of the layer's input → decay (Hkv, 1) in this dtype."""
-        return {"decay": jax.nn.sigmoid(self.logit[...].astype(wide))[:, None]}
+        return {"decay": _above_zero(jax.nn.sigmoid(self.logit[...].astype(wide)))[:, None]}
 
 
 class ForgetGate(nnx.Module):
@@ -137,6 +137,11 @@ class ForgetGate(nnx.Module):
         """(B, T, d_model) → log_decay (B, Hkv, 1, T) in this dtype."""
         raised = self.proj(x).astype(wide) + self.bias[...].astype(wide)
         return {"log_decay": jax.nn.log_sigmoid(raised).mT[:, :, None]}
+
+
+def _above_zero(decay: Array) -> Array:
+    """γ, also where it has been rounded to 0, which operators do not take."""
+    return jnp.maximum(decay, np.finfo(decay.dtype).tiny)
 
 
 def _logits(options: LayerOptions, param_dtype: Any) -> Array:

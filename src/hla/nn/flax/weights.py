@@ -72,8 +72,9 @@ def load_torch(layer: HigherOrderAttention, state_dict: Any) -> None:
     Raises:
         OptionError: names are missing, or there are others: the layers differ in options.
         ShapeError: a parameter has another shape.
-        DTypeError: `state_dict` is neither; a value is no array, not floating, or of the device meta.
+        DTypeError: `state_dict` is neither; a value is no array, not floating, or of the device meta; `layer` is none.
     """
+    _check_module(layer)
     if hasattr(state_dict, "state_dict"):
         state_dict = state_dict.state_dict()
     if not isinstance(state_dict, Mapping):
@@ -116,6 +117,9 @@ def to_torch(layer: HigherOrderAttention) -> dict[str, np.ndarray[Any, Any]]:
     Returns:
         Arrays by name.
 
+    Raises:
+        DTypeError: no module of Flax.
+
     Example:
         >>> import torch
         >>> import hla.nn.torch
@@ -126,12 +130,21 @@ def to_torch(layer: HigherOrderAttention) -> dict[str, np.ndarray[Any, Any]]:
         >>> other.load_state_dict({name: torch.from_numpy(x) for name, x in to_torch(layer).items()})
         <All keys matched successfully>
     """
+    _check_module(layer)
     found = {}
     for path, parameter in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
         x = np.asarray(parameter[...])
         x = x.astype(np.float32) if x.dtype.name == "bfloat16" else x
         found[_name(path)] = np.array(x.T if path[-1] == "kernel" else x, order="C")
     return found
+
+
+def _check_module(layer: Any) -> None:
+    if not isinstance(layer, nnx.Module):
+        raise DTypeError(
+            message("layer", "a hla.nn.flax.HigherOrderAttention", type(layer).__name__,
+                    "Make one, or use from_torch(module).")
+        )  # fmt: skip
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -88,7 +88,7 @@ class FixedDecay(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Of the layer's input (B, T, d_model) → decay (Hkv, 1)."""
-        return {"decay": torch.tensor(self.decays, device=x.device, dtype=accumulation_dtype(x))[:, None]}
+        return {"decay": _above_zero(torch.tensor(self.decays, device=x.device, dtype=accumulation_dtype(x)))[:, None]}
 
     def extra_repr(self) -> str:
         """The decays."""
@@ -112,7 +112,7 @@ class LearnedDecay(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Of the layer's input → decay (Hkv, 1)."""
-        return {"decay": torch.sigmoid(self.logit.to(accumulation_dtype(self.logit)))[:, None]}
+        return {"decay": _above_zero(torch.sigmoid(self.logit.to(accumulation_dtype(self.logit))))[:, None]}
 
 
 class ForgetGate(nn.Module):
@@ -137,6 +137,11 @@ class ForgetGate(nn.Module):
         raised: Tensor = self.proj(x)
         dtype = accumulation_dtype(raised)
         return {"log_decay": functional.logsigmoid(raised.to(dtype) + self.bias.to(dtype)).mT[:, :, None]}
+
+
+def _above_zero(decay: Tensor) -> Tensor:
+    """γ, also where it has been rounded to 0, which operators do not take."""
+    return decay.clamp_min(torch.finfo(decay.dtype).tiny)
 
 
 def set_logits(parameter: nn.Parameter, decays: tuple[float, ...]) -> None:
