@@ -66,7 +66,9 @@ def train(model: nn.Module, data: Tensor, steps: int, lr: float, seed: int, mark
     """Validation losses after so many steps; the batches are those of the seed."""
     train_part, held_out = data[: -len(data) // 20], data[-len(data) // 20 :]
     dice = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    matrices, others = ([p for p in model.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
     found = {0: validate(model, held_out)}
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:

@@ -27,6 +27,7 @@ from torch import Tensor
 import hla
 from hla.models import Decoder, ModelConfig
 from hla.nn.torch import HigherOrderOperator
+from hla.nn.torch.parts import ForgetGate
 
 OPERATORS = ("hla2", "ahla", "hla3", "linear_attention")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -71,6 +72,15 @@ def watch(model: Decoder) -> list[tuple[float, float]]:
     return seen
 
 
+def memory(model: Decoder) -> list[list[float]]:
+    """1/(1 − γ) of each head of each layer with forget gates, where x is 0."""
+    return [
+        (1 / (1 - torch.sigmoid(module.bias.detach().double()))).tolist()
+        for module in model.modules()
+        if isinstance(module, ForgetGate)
+    ]
+
+
 def run(
     operator: str, setting: str, lr: float, steps: int, options: argparse.Namespace, data: Tensor
 ) -> dict[str, Any]:
@@ -78,7 +88,9 @@ def run(
     torch.manual_seed(options.seed)
     config = ModelConfig(256, options.width, 2, options.heads, layers=operator, attention=SETTINGS[setting])
     model = Decoder(config, device=options.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    matrices, others = ([p for p in model.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
     warmup, window = max(1, steps // 20), torch.arange(options.tokens + 1)
     losses: list[float] = []
     gradients: list[float] = []
@@ -112,6 +124,7 @@ def run(
         "operator": operator, "setting": setting, "lr": lr, "steps": steps, "done": len(losses),
         "finite": math.isfinite(losses[-1]) and math.isfinite(gradients[-1]), "last": sum(ended) / len(ended),
         "seconds": time.perf_counter() - began, "losses": losses, "gradients": gradients, "outputs": outputs,
+        "memory": memory(model),
     }  # fmt: skip
 
 
