@@ -342,6 +342,9 @@ def test_repr_shows_the_options() -> None:
         assert part in text
     assert "decay=0.9" in text
     assert "0.9, 0.6" in repr(make({"operator": "hla2", "num_kv_heads": 3, "decay": [0.9, 0.6, 1.0]}))
+    text = repr(make({"operator": "hla2", "normalize": True, "eps": 0.25, "qk_norm": "l2", "norm_eps": 0.125}))
+    assert "normalize=True, eps=0.25)" in text
+    assert "UnitLength(eps=0.125)" in text
 
 
 def test_names_of_the_contract() -> None:

@@ -205,8 +205,8 @@ class HigherOrderOperator(nn.Module):
 
     def extra_repr(self) -> str:
         """The options that are not at their defaults."""
-        defaults = {"causal": True, "decay": None, "scale": 1.0, "normalize": False, "ridge": 0.0, "form": "auto",
-                    "chunk_size": None, "backend": None}  # fmt: skip
+        defaults = {"causal": True, "decay": None, "scale": 1.0, "normalize": False, "eps": 1e-6, "ridge": 0.0,
+                    "form": "auto", "chunk_size": None, "backend": None}  # fmt: skip
         options = self.options
         told = [f"{name}={getattr(options, name)!r}" for name, x in defaults.items() if getattr(options, name) != x]
         if self._kept.shared:

@@ -62,6 +62,10 @@ class UnitLength(nn.Module):
         x = x.to(accumulation_dtype(x))
         return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
 
+    def extra_repr(self) -> str:
+        """eps."""
+        return f"eps={self.eps}"
+
 
 def rotate(q: Tensor, k: Tensor, positions: Tensor, base: float) -> tuple[Tensor, Tensor]:
     """Features i and i + d/2 of q and k (B, T, heads, d) turned by position · base^(−2i/d); positions (B, T)."""
