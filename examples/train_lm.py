@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -71,13 +71,13 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     ):
         add(f"--{name}", type=positive, default=default, help=f"{meaning} (%(default)s)")
     add("--dropout", type=float, default=0.0, help="probability that a feature is dropped (%(default)s)")
-    add("--lr", type=float, default=3e-3, help="peak of the learning rate (%(default)s)")
+    add("--lr", type=not_negative, default=3e-3, help="peak of the learning rate (%(default)s)")
     add("--seed", type=int, default=0, help="of parameters, batches and samples (%(default)s)")
     gpu = torch.cuda.is_available()
     add("--device", choices=("cpu", "cuda"), default="cuda" if gpu else "cpu", help="(%(default)s)")
     add("--precision", choices=("float32", "bfloat16"), help="bfloat16 is autocast, and the default on cuda")
-    add("--prompt", default="def __init__(self, ", help="what the sample begins with (%(default)r)")
-    add("--temperature", type=float, default=0.7, help="of the sample (%(default)s)")
+    add("--prompt", type=some, default="def __init__(self, ", help="what the sample begins with (%(default)r)")
+    add("--temperature", type=not_negative, default=0.7, help="of the sample (%(default)s)")
     found = parser.parse_args(words)
     found.mixer = list(dict.fromkeys(found.mixer.split(",")))
     found.precision = found.precision or ("bfloat16" if found.device == "cuda" else "float32")
@@ -89,6 +89,20 @@ def positive(word: str) -> int:
     if int(word) < 1:
         raise argparse.ArgumentTypeError(f"{word} is not at least 1")
     return int(word)
+
+
+def not_negative(word: str) -> float:
+    """A finite number ≥ 0."""
+    if not 0 <= float(word) < math.inf:
+        raise argparse.ArgumentTypeError(f"{word} is not a finite number of at least 0")
+    return float(word)
+
+
+def some(word: str) -> str:
+    """Words, of one byte or more."""
+    if not word:
+        raise argparse.ArgumentTypeError("it needs a byte to begin with")
+    return word
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -304,6 +318,20 @@ def progress(run: Run, total: int) -> Iterator[Callable[[str, bool], object]]:
         yield lambda words, news: bar.update(task, completed=run.step, words=words)
 
 
+def own(file: TextIO, folder: Path) -> None:
+    """An error if another process trains in this folder. The lock goes with the process, however that ends."""
+    if find_spec("fcntl") is None:  # not on Windows
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(f"error: another process trains in {folder}; wait for it, or choose another --out") from None
+    except OSError:
+        return  # a file system without locks
+
+
 def train(run: Run) -> None:
     """All steps that are left, each a line of log.jsonl. The first Ctrl-C ends it after a step, the second at once."""
     options, last, stop = run.options, "", False
@@ -315,7 +343,9 @@ def train(run: Run) -> None:
 
     run.folder.mkdir(parents=True, exist_ok=True)
     before = signal.signal(signal.SIGINT, ask)
-    with (run.folder / "log.jsonl").open("w", encoding="utf-8") as log, progress(run, options.steps) as report:
+    with (run.folder / "log.jsonl").open("a", encoding="utf-8") as log, progress(run, options.steps) as report:
+        own(log, run.folder)
+        log.truncate(0)
         log.writelines(json.dumps(entry) + "\n" for entry in run.log)
         while run.step < options.steps and not stop:
             entry = run.advance()
@@ -339,7 +369,7 @@ def train(run: Run) -> None:
 def sample(run: Run) -> int:
     """Print a continuation of the prompt; bytes of the state after it."""
     options, config = run.options, run.model.config
-    prompt = torch.tensor([list(options.prompt.encode())], device=options.device)
+    prompt = torch.tensor([list(os.fsencode(options.prompt))], device=options.device)
     dice = torch.Generator(options.device).manual_seed(options.seed)
     made = run.model.generate(prompt, options.sample, temperature=options.temperature, generator=dice)
     whole = torch.cat([prompt, made], 1)
@@ -430,12 +460,15 @@ def main(words: list[str] | None = None) -> None:
     for mixer, config in configs.items():
         print(f"{mixer}: {parameters(config)} parameters, MLP width {config.inner}")
     runs = []
-    for mixer, config in configs.items():
-        runs.append(Run(mixer, config, options, text))
-        train(runs[-1])
-    rows = [row(run, sample(run)) for run in runs]
-    print("\n" + write_table(rows, text, options))
-    draw(runs, text, options.out / "loss.png")
+    try:
+        for mixer, config in configs.items():
+            runs.append(Run(mixer, config, options, text))
+            train(runs[-1])
+        rows = [row(run, sample(run)) for run in runs]
+        print("\n" + write_table(rows, text, options))
+        draw(runs, text, options.out / "loss.png")
+    except OSError as error:  # no folder, no right, no space
+        raise SystemExit(f"error: --out {options.out}: {error}; checkpoints stay, and --resume continues") from None
 
 
 if __name__ == "__main__":

@@ -245,7 +245,29 @@ def test_options_are_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(SystemExit, match="2"):
         load().main(words(text, tmp_path / "run", steps=0))
     assert "argument --steps: 0 is not at least 1" in capsys.readouterr().err
+    for name, word, said in (
+        ("prompt", "", "it needs a byte to begin with"),
+        ("temperature", "-1", "-1 is not a finite number of at least 0"),
+        ("lr", "nan", "nan is not a finite number of at least 0"),
+    ):
+        with pytest.raises(SystemExit, match="2"):  # not after the training
+            load().main(words(text, tmp_path / "run", **{name: word}))
+        assert f"argument --{name}: {said}" in capsys.readouterr().err
     assert "the loss is" in refused(words(text, tmp_path / "run", lr="1e30"))
+
+
+def test_folders_are_refused(text: Path, tmp_path: Path) -> None:
+    """What is no folder, and one in which another process trains: that one's log stays as it is."""
+    assert refused(words(text, text)).startswith(f"error: --out {text}: ")
+    fcntl = pytest.importorskip("fcntl")
+    (tmp_path / "hla2").mkdir()
+    log = tmp_path / "hla2" / "log.jsonl"
+    log.write_text("of another")
+    with log.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        said = f"error: another process trains in {log.parent}; wait for it, or choose another --out"
+        assert refused(words(text, tmp_path, mixer="hla2")) == said
+    assert log.read_text() == "of another"
 
 
 def test_resume_without_a_checkpoint(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
