@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -84,9 +83,6 @@ class ModelConfig:
         check_rotary_base(self.rotary_base)
         check_norm_eps(self.norm_eps)
         self._check_attention()
-        # later changes of the caller's lists and mappings are not changes of a config
-        object.__setattr__(self, "attention", deepcopy(dict(self.attention)))
-        object.__setattr__(self, "layers", _frozen(self.layers))
         kv_heads = self.num_kv_heads or self.num_heads
         for kind in dict.fromkeys(self.kinds()):
             if kind == "softmax":
@@ -94,6 +90,8 @@ class ModelConfig:
             else:
                 own = {"d_model": self.d_model, "num_heads": self.num_heads, "num_kv_heads": kv_heads, "operator": kind}
                 read_layer_options(**{**DEFAULTS, **self.attention, **own})
+        for own_field in fields(self):
+            object.__setattr__(self, own_field.name, _plain(getattr(self, own_field.name)))
 
     def _check_attention(self) -> None:
         """OptionError unless `attention` has names of options that the model leaves open."""
@@ -137,7 +135,7 @@ class ModelConfig:
 
     def to_json(self) -> str:
         """The config as text."""
-        return json.dumps(asdict(self), default=_plain)
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> ModelConfig:
@@ -149,17 +147,13 @@ class ModelConfig:
         return cls(**found)
 
 
-def _frozen(x: Any) -> Any:
-    return tuple(map(_frozen, x)) if isinstance(x, (list, tuple)) else x
-
-
 def _plain(x: Any) -> Any:
-    """The number of Python that one of NumPy is."""
-    if is_integer(x):
-        return int(x)
-    if is_number(x):
-        return float(x)
-    raise TypeError(f"no JSON for {x!r}")
+    """A copy that later changes of the original do not reach, and that JSON holds: numbers of Python for NumPy's."""
+    if isinstance(x, Mapping):
+        return {key: _plain(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return tuple(map(_plain, x))
+    return int(x) if is_integer(x) else float(x) if is_number(x) else x
 
 
 def _kind(name: str, kind: Any, num_heads: int) -> Layer:
