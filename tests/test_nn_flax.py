@@ -391,6 +391,19 @@ def test_decays_that_round_to_zero(decay: Any) -> None:
         assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
 
 
+@pytest.mark.parametrize("power", [40, 66])
+def test_outputs_as_large_as_after_millions_of_tokens(power: int) -> None:
+    """The output norm makes the same of them as of smaller ones; powers of two round nothing."""
+    norm = make({"operator": "hla2"}, param_dtype="float32").output_norm
+    o, cotangent = (tokens(seed, (3, HEADS, DV)).astype(np.float32) for seed in (1, 2))
+    found = []
+    for size in (2.0**10, 2.0**power):
+        y, pull = jax.vjp(norm, jnp.asarray(o * np.float32(size)))
+        found.append((y, pull(cotangent)[0] * size))
+    for large, small in zip(found[1], found[0], strict=True):
+        np.testing.assert_allclose(large, small, rtol=1e-6, atol=1e-6 * np.abs(small).max())
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (2, 1), (0, 0)])
 def test_empty(shape: tuple[int, int]) -> None:
     layer = make({"operator": "hla2", "rotary": True})

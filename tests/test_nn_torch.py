@@ -220,6 +220,23 @@ def test_decays_that_round_to_zero(decay: Any) -> None:
     assert all(torch.isfinite(g).all() for g in (x.grad, *(p.grad for p in layer.parameters())))
 
 
+@pytest.mark.parametrize("power", [40, 66])
+def test_outputs_as_large_as_after_millions_of_tokens(power: int) -> None:
+    """Without a decay those of hla3 reach 1e18 and more. The output norm makes the same of them as of smaller ones;
+    powers of two round nothing."""
+    layer, x = make({"operator": layers.MIXED, "decay": None, "conv_size": None}, dtype=torch.float32), tokens().float()
+    found = []
+    for n in (10, power):
+        layer.zero_grad()
+        given = x.clone().requires_grad_()
+        scaled = {**layer.state_dict(), "v_proj.weight": layer.v_proj.weight.detach() * 2.0**n}
+        y = torch.func.functional_call(layer, scaled, (given,))
+        y.backward(tokens(3).float())
+        found.append((y.detach(), given.grad))
+    for large, small in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(large, small, rtol=1e-6, atol=1e-6 * float(small.abs().max()))
+
+
 def test_gradients_through_the_state() -> None:
     """Backwards through a state, and through what it holds besides outputs, as through the whole sequence."""
     layer, x = make({"operator": layers.MIXED, "num_kv_heads": 3, "rotary": True, "normalize": True}), tokens()

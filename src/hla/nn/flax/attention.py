@@ -188,7 +188,9 @@ class HigherOrderAttention(nnx.Module):
         groups = options.groups()
         self.operators = nnx.List(HigherOrderOperator(**asdict(options.operator_options(group))) for group in groups)
         self.output_norm = (
-            RMSNorm((options.num_heads, options.value_dim), options.norm_eps, param_dtype) if output_norm else None
+            RMSNorm((options.num_heads, options.value_dim), options.norm_eps, param_dtype, unbounded=True)
+            if output_norm
+            else None
         )
         self.dropout = nnx.Dropout(options.dropout, rngs=rngs if options.dropout else None)
         self._groups = tuple(

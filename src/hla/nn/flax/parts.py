@@ -34,17 +34,22 @@ class RMSNorm(nnx.Module):
         shape: of the weight; its last axis is normalised over, axes before it are heads.
         eps: added to the mean square.
         param_dtype: of the weight.
+        unbounded: x may be so large that its squares, or in gradients the third powers of its inverse, leave float32.
     """
 
-    def __init__(self, shape: tuple[int, ...], eps: float, param_dtype: Any) -> None:
-        self.eps = eps
+    def __init__(self, shape: tuple[int, ...], eps: float, param_dtype: Any, *, unbounded: bool = False) -> None:
+        self.eps, self.unbounded = eps, unbounded
         self.weight = nnx.Param(jnp.ones(shape, param_dtype))
 
     def __call__(self, x: Array) -> Array:
         """(…, *shape) → the same in float32 or float64."""
         x = widened(x)
+        eps: Array | float = self.eps
+        if self.unbounded:  # any divisor gives the same function, so it has no gradient
+            divisor = jnp.maximum(jax.lax.stop_gradient(jnp.abs(x).max(-1, keepdims=True)), 1.0)
+            x, eps = x / divisor, self.eps / jnp.square(divisor)
         mean = jnp.square(x).mean(-1, keepdims=True)
-        return x * jax.lax.rsqrt(mean + self.eps) * self.weight[...].astype(x.dtype)
+        return x * jax.lax.rsqrt(mean + eps) * self.weight[...].astype(x.dtype)
 
 
 class UnitLength(nnx.Module):

@@ -183,7 +183,9 @@ class HigherOrderAttention(nn.Module):
             for group in groups
         )
         self.output_norm = (
-            RMSNorm((options.num_heads, options.value_dim), options.norm_eps, **placed) if output_norm else None
+            RMSNorm((options.num_heads, options.value_dim), options.norm_eps, unbounded=True, **placed)
+            if output_norm
+            else None
         )
         self._groups = tuple(map(self._group, groups, self.operators))
         self._kind = layer_kind(options)

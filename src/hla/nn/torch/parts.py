@@ -22,6 +22,7 @@ class RMSNorm(nn.Module):
         eps: added to the mean square.
         device: of the weight.
         dtype: of the weight.
+        unbounded: x may be so large that its squares, or in gradients the third powers of its inverse, leave float32.
     """
 
     def __init__(
@@ -30,9 +31,11 @@ class RMSNorm(nn.Module):
         eps: float,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        unbounded: bool = False,
     ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.unbounded = eps, unbounded
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -43,7 +46,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(…, *shape) → the same in float32 or float64."""
         x = x.to(accumulation_dtype(x))
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(x.dtype)
+        eps: Tensor | float = self.eps
+        if self.unbounded:  # any divisor gives the same function, so it has no gradient
+            divisor = torch.linalg.vector_norm(x.detach(), torch.inf, -1, keepdim=True).clamp_min(1.0)
+            x, eps = x / divisor, self.eps / divisor.square()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * self.weight.to(x.dtype)
 
     def extra_repr(self) -> str:
         """Shape and eps."""
