@@ -376,6 +376,20 @@ def test_left_alone(name: str) -> None:
     assert reason in str(refused.value)
 
 
+def test_blocks_that_share_weights_are_left_alone() -> None:
+    """Copies would part them. A block in two places is one, and stays one."""
+    model = nn.ModuleDict({name: multihead() for name in ("a", "b", "c", "d")})
+    model["b"].in_proj_weight = model["a"].in_proj_weight
+    model["c"].out_proj = nn.Linear(WIDTH, WIDTH, dtype=model["c"].in_proj_weight.dtype)
+    model["elsewhere"] = nn.ParameterList([model["c"].out_proj.weight])
+    model["e"] = model["d"]
+    _, report = convert(model)
+    assert report.replaced == ("d", "e")
+    assert set(report.left) == {"a", "b", "c"}
+    assert all("same weights" in reason for reason in report.left.values())
+    assert model["d"] is model["e"]
+
+
 def test_skip() -> None:
     model = Tiny()
     kept = model.encoder.layers[0].self_attn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -335,7 +336,8 @@ def convert(
 
     Left alone, with the reason in the report: cross-attention (`kdim`, `vdim`, and `multihead_attn` in
     `nn.TransformerDecoderLayer`), `add_bias_kv`, `add_zero_attn`, subclasses, blocks with hooks, parametrizations, or
-    weights of several dtypes or devices.
+    weights of several dtypes or devices, or weights that another module has, too (a block in several places is replaced
+    in all of them).
 
     Args:
         module: a model, or one block.
@@ -376,8 +378,10 @@ def convert(
     made: dict[int, nn.Module | str] = {}
     places: list[tuple[str, nn.Module | None, str, nn.Module]] = []
     left: dict[str, str] = {}
-    for name, parent, attribute, block in _blocks(module, builders):
-        reason = _reason(parent, attribute, block, name in skipped, builders)
+    found_blocks = list(_blocks(module, builders))
+    shared = _shared(module, {id(block): block for *_, block in found_blocks}.values())
+    for name, parent, attribute, block in found_blocks:
+        reason = _reason(parent, attribute, block, name in skipped, builders, shared)
         if not reason:
             if id(block) not in made:
                 made[id(block)] = _build(name, block, builders, told)
@@ -416,12 +420,22 @@ def _blocks(
             yield from _blocks(child, builders, f"{name}.{attribute}" if name else attribute, module)
 
 
+def _shared(module: nn.Module, blocks: Collection[nn.Module]) -> set[int]:
+    """Parameters, by id, that several blocks have, or a block and a module elsewhere."""
+    inside = {id(part) for block in blocks for part in block.modules()}
+    owned = [block.parameters() for block in blocks]
+    owned += [part.parameters(recurse=False) for part in module.modules() if id(part) not in inside]
+    counts = Counter(id(p) for parameters in owned for p in parameters)
+    return {p for p, count in counts.items() if count > 1}
+
+
 def _reason(
     parent: nn.Module | None,
     attribute: str,
     block: nn.Module,
     skipped: bool,
     builders: Mapping[type[nn.Module], Builder],
+    shared: Collection[int],
 ) -> str:
     """Why a block is left alone, "" if it is not."""
     if skipped:
@@ -443,6 +457,8 @@ def _reason(
         return "it has hooks, which would be lost"
     if parametrize.is_parametrized(block.out_proj):
         return "it has parametrizations, which would be lost"
+    if any(id(x) in shared for x in block.parameters()):
+        return "another module has the same weights, which copies would part"
     found = {(x.dtype, x.device) for x in block.parameters()}
     return f"weights of several dtypes or devices: {_listed(found)}" if len(found) > 1 else ""
 
