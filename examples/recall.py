@@ -381,7 +381,10 @@ class Results:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "results.json"
         self.cells: dict[Cell, dict[str, Any]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SystemExit(f"error: --out {folder}: {error.strerror}") from None
         if self.path.exists():
             try:
                 found = json.loads(self.path.read_text(encoding="utf-8"))["cells"]

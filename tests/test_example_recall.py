@@ -485,6 +485,8 @@ def test_options_are_refused(recall: ModuleType, tmp_path: Path, capsys: pytest.
         assert refused(recall, words(out, lr=lr)) == f"error: --lr {lr}: expected numbers > 0 with commas between"
     assert "heads" in refused(recall, words(out, heads=5))
     assert not out.exists()
+    out.touch()
+    assert refused(recall, words(out)).startswith(f"error: --out {out}: ")
     with pytest.raises(SystemExit, match="2"):
         recall.main(words(out, steps=0))
     assert "argument --steps: 0 is not at least 1" in capsys.readouterr().err
