@@ -330,7 +330,7 @@ def log_decay(parameters: dict[str, Any], x: Any, decay: Any, kv_head: int) -> A
         raised = x @ parameters["decay.proj.weight"][kv_head] + parameters["decay.bias"][kv_head]
         return np.log(sigmoid(raised))
     if decay == "learned":
-        return np.full(len(x), np.log(sigmoid(parameters["decay.logit"][kv_head])))
+        return np.full(len(x), np.log(sigmoid(parameters["decay.bias"][kv_head])))
     return np.full(len(x), math.log(decay[kv_head] if isinstance(decay, list) else decay))
 
 

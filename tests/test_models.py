@@ -597,6 +597,34 @@ def test_generation_is_not_shared() -> None:
     assert model.generate(tokens, 3).shape == (BATCH, 3)
 
 
+def test_states_of_softmax_layers_are_checked() -> None:
+    """Nothing is rounded, and nothing broadcasts over heads, tokens or the batch."""
+    model, tokens = make(layers="softmax", num_layers=1), text()
+    state = model(tokens, return_state=True)[1]
+    [own] = state.layers
+    past, places = own.past, own.places
+    for kind, says, changed in (
+        (
+            hla.DTypeError,
+            "past.keys: expected torch.float64, got torch.float32",
+            {"past": own.map(torch.Tensor.float).past},
+        ),
+        (hla.OptionError, "past.keys: expected ", {"past": type(past)(past[0][:, :, :1], past[1])}),
+        (hla.OptionError, "past.values: expected ", {"past": type(past)(past[0], past[1][:, :-1])}),
+        (hla.OptionError, "past.keys: expected ", {"places": places[:, :1]}),
+        (hla.OptionError, "places: expected ", {"places": places[..., None]}),
+        (hla.DTypeError, "places: expected torch.int64, got torch.int32", {"places": places.int()}),
+        (hla.ShapeError, "position: expected a batch of", {"position": own.position[:1]}),
+    ):
+        with pytest.raises(kind, match=f"state.{says}"):
+            model(tokens, state._replace(layers=(own._replace(**changed),)))
+    narrow = make(layers="softmax", num_layers=1, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        state = narrow(tokens, return_state=True)[1]
+    assert state.layers[0].past[0].dtype == torch.bfloat16
+    assert narrow(tokens, state).dtype == torch.float32
+
+
 def test_refused_calls() -> None:
     model, tokens = make(), text()
     mask = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
@@ -628,7 +656,7 @@ def test_refused_calls() -> None:
         ),
         (
             hla.MixedArrayError,
-            "tensors on cpu, as x, got meta",
+            "past.keys: expected a tensor on cpu, as x, got meta",
             lambda: make(layers="softmax")(tokens, make(layers="softmax").init_state(BATCH).to("meta")),
         ),
         (hla.ShapeError, "key_padding_mask", lambda: make(layers="softmax")(tokens, key_padding_mask=mask[:1])),

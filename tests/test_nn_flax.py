@@ -57,7 +57,7 @@ def make(options: dict[str, Any], *, causal: bool = True, dtype: Any = None, par
         noise = rng.normal(size=p.shape)
         if "norm" in name:
             drawn[name] = p + 0.3 * noise
-        elif "bias" in name or "logit" in name:
+        elif "bias" in name:
             drawn[name] = p + 0.5 * noise
         else:
             drawn[name] = 0.5 * noise if "decay" in name else 1.5 * p
@@ -382,7 +382,7 @@ def test_decays_that_round_to_zero(decay: Any) -> None:
     options = {"operator": layers.MIXED, "num_kv_heads": 3, "conv_size": None, "decay": decay}
     layer, x = make(options, param_dtype="float32"), tokens().astype(np.float32)
     if decay == "learned":
-        layer.decay.logit[...] = jnp.full(3, -200.0)
+        layer.decay.bias[...] = jnp.full(3, -200.0)
     given = parameters(layer)
     allowed = layers.sensitivity(given, x, options) * layers.tolerance(options, TOKENS, budget.UNIT["float32"])
     assert_close(layer(x), layers.batched(given, x, options), allowed)
@@ -523,10 +523,10 @@ def test_decays_at_the_start(heads: int) -> None:
         told |= {} if low == 0.97 else {"decay_range": (low, high)}
         learned = HigherOrderAttention(28, heads, decay="learned", **told)
         gated = HigherOrderAttention(28, heads, decay="forget_gate", **told)
-        assert np.array_equal(learned.decay.logit[...], gated.decay.bias[...])
+        assert np.array_equal(learned.decay.bias[...], gated.decay.bias[...])
         share = [i / (heads - 1) for i in range(heads)] if heads > 1 else [0.5]
         want = [1 - (1 - low) ** (1 - s) * (1 - high) ** s for s in share]
-        assert np.allclose(jax.nn.sigmoid(learned.decay.logit[...]), want, rtol=0, atol=1e-14)
+        assert np.allclose(jax.nn.sigmoid(learned.decay.bias[...]), want, rtol=0, atol=1e-14)
         # and for tokens of unit variance γ stays near: |w·x| is below 0.5 (five standard deviations)
         assert np.abs(tokens(shape=(50, 28)) @ gated.decay.proj.kernel[...]).max() < 0.5
 

@@ -32,7 +32,7 @@ def make(options: dict[str, Any], *, causal: bool = True, dtype: Any = None) -> 
         for name, p in layer.named_parameters():
             if "norm" in name:
                 p.add_(0.3 * torch.randn_like(p))
-            elif "bias" in name or "logit" in name:
+            elif "bias" in name:
                 p.add_(0.5 * torch.randn_like(p))
             elif "decay" in name:
                 p.copy_(0.5 * torch.randn_like(p))
@@ -209,7 +209,7 @@ def test_decays_that_round_to_zero(decay: Any) -> None:
     layer, x = make(options, dtype=torch.float32), tokens().float().requires_grad_()
     if decay == "learned":
         with torch.no_grad():
-            layer.decay.logit.fill_(-200.0)
+            layer.decay.bias.fill_(-200.0)
     y, state = layer(x, return_state=True)
     given, at = parameters(layer), x.detach().double().numpy()
     allowed = layers.sensitivity(given, at, options) * layers.tolerance(options, TOKENS, budget.UNIT["float32"])

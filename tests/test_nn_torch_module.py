@@ -87,7 +87,7 @@ def test_names_of_parameters() -> None:
         "output_norm.weight": (4, 3),
     }
     assert list(layer.buffers()) == []
-    assert HigherOrderAttention(12, 4, decay="learned").state_dict()["decay.logit"].shape == (4,)
+    assert HigherOrderAttention(12, 4, decay="learned").state_dict()["decay.bias"].shape == (4,)
     assert list(HigherOrderAttention(12, 4, decay=[0.5, 0.6, 0.7, 0.8]).buffers()) == []
 
 
@@ -143,8 +143,8 @@ def test_decays_at_the_start(heads: int) -> None:
         told = {} if low == 0.97 else {"decay_range": (low, high)}
         learned = HigherOrderAttention(28, heads, decay="learned", dtype=torch.float64, **told)
         gated = HigherOrderAttention(28, heads, decay="forget_gate", dtype=torch.float64, **told)
-        found = torch.sigmoid(learned.decay.logit.detach())
-        assert torch.equal(learned.decay.logit, gated.decay.bias)
+        found = torch.sigmoid(learned.decay.bias.detach())
+        assert torch.equal(learned.decay.bias, gated.decay.bias)
         share = [i / (heads - 1) for i in range(heads)] if heads > 1 else [0.5]
         want = [1 - (1 - low) ** (1 - s) * (1 - high) ** s for s in share]
         assert torch.allclose(found, torch.tensor(want, dtype=torch.float64), rtol=0, atol=1e-14)

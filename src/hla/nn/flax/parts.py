@@ -113,14 +113,14 @@ class FixedDecay(nnx.Module):
 
 
 class LearnedDecay(nnx.Module):
-    """γ = σ(logit), constant in time, learned for each key/value head."""
+    """γ = σ(b), constant in time, learned for each key/value head."""
 
     def __init__(self, options: LayerOptions, param_dtype: Any) -> None:
-        self.logit = nnx.Param(_logits(options, param_dtype))
+        self.bias = nnx.Param(_logits(options, param_dtype))
 
     def __call__(self, x: Array, wide: Any) -> dict[str, Array]:
         """Of the layer's input → decay (Hkv, 1) in this dtype."""
-        return {"decay": _above_zero(jax.nn.sigmoid(self.logit[...].astype(wide)))[:, None]}
+        return {"decay": _above_zero(jax.nn.sigmoid(self.bias[...].astype(wide)))[:, None]}
 
 
 class ForgetGate(nnx.Module):

@@ -107,23 +107,23 @@ class FixedDecay(nn.Module):
 
 
 class LearnedDecay(nn.Module):
-    """γ = σ(logit), constant in time, learned for each key/value head."""
+    """γ = σ(b), constant in time, learned for each key/value head."""
 
     def __init__(
         self, options: LayerOptions, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.start = tuple(options.decays_at_start())
-        self.logit = nn.Parameter(torch.empty(options.num_kv_heads, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(options.num_kv_heads, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """γ as the options say."""
-        set_logits(self.logit, self.start)
+        set_logits(self.bias, self.start)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Of the layer's input → decay (Hkv, 1)."""
-        return {"decay": _above_zero(torch.sigmoid(self.logit.to(accumulation_dtype(self.logit))))[:, None]}
+        return {"decay": _above_zero(torch.sigmoid(self.bias.to(accumulation_dtype(self.bias))))[:, None]}
 
 
 class ForgetGate(nn.Module):

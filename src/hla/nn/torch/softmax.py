@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hla import arrays
-from hla.errors import DTypeError, MixedArrayError, OptionError, ShapeError, message
+from hla.errors import DTypeError, OptionError, message
 from hla.nn.kinds import kind_of
 from hla.nn.options import check_softmax_sizes
-from hla.nn.torch.checks import check_mask, check_offsets
+from hla.nn.torch.checks import check_field, check_mask, check_offsets
 from hla.nn.torch.parts import rotate
 from hla.nn.torch.sequences import packed
 
@@ -180,15 +180,14 @@ class SoftmaxAttention(nn.Module):
                 message("state", "a SoftmaxState", type(state).__name__, "Use return_state=True or init_state(batch).")
             )
         self._kind.check(state.past)
-        for found in state.tensors():
-            if found.shape[0] != x.shape[0]:
-                raise ShapeError(
-                    message("state", f"a batch of {x.shape[0]}, as x", f"{found.shape[0]}", "Use its own state.")
-                )
-            if found.device != x.device:
-                raise MixedArrayError(
-                    message("state", f"tensors on {x.device}, as x", f"{found.device}", "Use state.to(device).")
-                )
+        own, rows = self.q_proj.weight.dtype, x.shape[0]
+        length = state.places.shape[1] if state.places.ndim > 1 else 0
+        heads = (rows, length, self.num_kv_heads, self.head_dim)
+        for name, y in zip(("keys", "values"), state.past, strict=True):
+            narrow = torch.float64 not in (own, y.dtype) and y.dtype.is_floating_point  # autocast changes among these
+            check_field(f"past.{name}", y, heads, y.dtype if narrow else own, x)
+        check_field("places", state.places, (rows, length), torch.int64, x)
+        check_field("position", state.position, (rows,), torch.int64, x)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
