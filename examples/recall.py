@@ -535,7 +535,8 @@ def table(groups: list[dict[str, Any]], options: argparse.Namespace) -> str:
         "",
         f"{options.seeds} seeds, {options.steps} steps of {options.batch} rows, {options.layers} layers of width "
         f"{options.width}, {options.precision} on {options.device}. Test data, at the learning rate of {options.lr} "
-        f"that is best by validation. INVALID: the control, softmax, stays below {options.control:g} or is missing.",
+        f"that is best by validation. The control, softmax, has to reach {options.control:g}; a comparison where it "
+        "does not, or is missing, is marked INVALID.",
         "",
     ]
     return "\n".join(lines)

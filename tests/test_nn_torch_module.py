@@ -356,12 +356,21 @@ y.square().sum().backward()
 want.square().sum().backward()
 for (name, p), q in zip(layer.named_parameters(), whole.parameters()):
     assert torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-10), name
+
+rows = torch.randn(4, 7, 20, dtype=torch.float64)
+copied = torch.nn.parallel.DistributedDataParallel(HigherOrderAttention(20, 4, **options))
+copied.module.load_state_dict(whole.state_dict())
+copied(rows[2 * rank : 2 * rank + 2]).square().mean().backward()
+whole.zero_grad()
+whole(rows).square().mean().backward()
+for (name, p), q in zip(copied.module.named_parameters(), whole.parameters()):
+    assert torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-10), name
 dist.destroy_process_group()
 """
 
 
 def test_sharded(tmp_path: Any) -> None:
-    """Made on the meta device, sharded by two processes, equal to the whole in outputs and gradients."""
+    """Made on the meta device, sharded by two processes, equal to the whole in outputs and gradients; and by data."""
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
     command = [sys.executable, str(script)]

@@ -428,6 +428,20 @@ def test_smoothed_labels(tmp_path: Path) -> None:
     assert float(found.detach()) == pytest.approx(float(want.detach()), rel=1e-5)  # Transformers computes it in float32
 
 
+def test_trainer_leaves_decays_and_norms_to_the_gradient() -> None:
+    """Weight decay would pull every γ to ½."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer
+
+    model = make("hla2", attention={"decay": "learned"})
+    model.model.layers[1].attention = HigherOrderAttention(model.config.hidden_size, 6, decay="forget_gate")
+    decayed = Trainer.get_decay_parameter_names(None, model)
+    left = {name for name, _ in model.named_parameters()} - set(decayed)
+    assert {f"model.layers.{i}.attention.decay.bias" for i in (0, 1)} <= left
+    assert not any("norm" in name for name in decayed)
+    assert {name for name in left if name.endswith("weight")} == {name for name in left if "norm" in name}
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("cached", [True, False])
 def test_gradient_checkpointing(reentrant: bool, cached: bool) -> None:

@@ -31,9 +31,10 @@ transformers: Any = pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
 
-from hla.integrations.transformers import HLACache, HLACacheLayer, register  # noqa: E402
+from hla.integrations.transformers import HLACache, HLACacheLayer, cache_layer, register  # noqa: E402
 from hla.integrations.transformers.model import CACHE  # noqa: E402
 from hla.nn.torch import HigherOrderAttention, from_projections  # noqa: E402
 
@@ -593,8 +594,7 @@ class Converted(nn.Module):
         padding = None if attention_mask is None else ~attention_mask
         if cache is None:
             return self.layer(hidden_states, key_padding_mask=padding), None
-        own = cache.layers[self.layer_idx]
-        assert isinstance(own, HLACacheLayer), "pass cache=HLACache(config)"
+        own = cache_layer(cache, self.layer_idx)
         y, after = self.layer(hidden_states, own.state, True, key_padding_mask=padding)
         own.advance(after, hidden_states.shape[1])
         return y, None
@@ -637,5 +637,43 @@ def test_a_converted_model_generates_with_states() -> None:
         found = model.generate(tokens, **told, **mode, **{CACHE: cache})
         assert cache.get_seq_length() == found.shape[1] - 1
         assert torch.equal(found, model.generate(tokens, **told, **mode, use_cache=False))
-    with pytest.raises(AssertionError, match="HLACache"):
-        model.generate(tokens, **told)
+        assert torch.equal(found, model.generate(tokens, **told, **mode))  # in the cache that it makes
+
+
+def test_states_in_the_cache_that_generate_makes() -> None:
+    """They take the place of keys and values, in caches that know the config and in those that grow."""
+    model, tokens = converted(decay=0.95), text()
+    for cache in (DynamicCache(), DynamicCache(config=model.config)):
+        with torch.no_grad():
+            pieces = [model(part, **{CACHE: cache}).logits for part in tokens.split([4, 1, TOKENS - 5], 1)]
+            want = model(tokens, use_cache=False).logits
+        assert_close(torch.cat(pieces, 1), want, allowed(model, tokens))
+        assert [type(layer) for layer in cache.layers] == DEPTH * [HLACacheLayer]
+        assert cache.get_seq_length() == TOKENS
+    softmax = make(attention="sdpa")(tokens, use_cache=True)[CACHE]
+    for kind, says, call in (
+        (hla.OptionError, f"that this layer has not seen, got {TOKENS}", lambda: cache_layer(softmax, 0)),
+        (hla.OptionError, f"index: expected the number of one of {DEPTH}", lambda: cache_layer(cache, DEPTH + 1)),
+        (hla.DTypeError, "an HLACache or a DynamicCache, got StaticCache",
+         lambda: cache_layer(transformers.StaticCache(config=model.config, max_cache_len=40), 0)),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=says):
+            call()
+
+
+def rebuilt_gpt2(block: Any, **options: Any) -> Any:
+    options.pop("causal")
+    w, b = block.c_attn.weight.T.chunk(3), block.c_attn.bias.chunk(3)
+    with pytest.raises(hla.DTypeError, match=r"out: .* got Conv1D. Pass .*\(weight.T, bias\)"):
+        from_projections(*zip(w, b, strict=True), block.c_proj, num_heads=block.num_heads, **options)
+    out = (block.c_proj.weight.T, block.c_proj.bias)
+    layer = from_projections(*zip(w, b, strict=True), out, num_heads=block.num_heads, **options)
+    return Converted(layer, block.layer_idx)
+
+
+def test_a_converted_gpt2_is_the_registered_one() -> None:
+    model, tokens = make("gpt2"), text()
+    want, bound = model(tokens).logits, allowed(model, tokens)
+    model, report = hla.nn.convert(model, "hla2", blocks={GPT2Attention: rebuilt_gpt2}, **BARE)
+    assert len(report.replaced) == DEPTH
+    assert_close(model(tokens, use_cache=False).logits, want, bound)

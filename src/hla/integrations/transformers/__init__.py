@@ -7,12 +7,12 @@ imported, under the model type "hla". `register` adds "hla2" and the others to w
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hla.integrations.transformers.cache import HLACache, HLACacheLayer
+from hla.integrations.transformers.cache import HLACache, HLACacheLayer, cache_layer
 from hla.integrations.transformers.config import HLAConfig
 from hla.integrations.transformers.functions import register
 from hla.integrations.transformers.model import HLAForCausalLM, HLAModel
 
-__all__ = ["HLACache", "HLACacheLayer", "HLAConfig", "HLAForCausalLM", "HLAModel", "register"]
+__all__ = ["HLACache", "HLACacheLayer", "HLAConfig", "HLAForCausalLM", "HLAModel", "cache_layer", "register"]
 
 AutoConfig.register(HLAConfig.model_type, HLAConfig, exist_ok=True)
 AutoModel.register(HLAConfig, HLAModel, exist_ok=True)

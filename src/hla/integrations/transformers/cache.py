@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from hla.arrays import is_integer, is_traced
 from hla.errors import DTypeError, OptionError, ShapeError, message
@@ -182,6 +182,40 @@ class HLACache(Cache):
         """None before the first token."""
         batch: int = self.batch_size
         return None if batch < 0 else batch
+
+
+def cache_layer(cache: Any, index: int) -> HLACacheLayer:
+    """Where a layer with states keeps its own, in an `HLACache` or in the cache that `generate` has made.
+
+    Args:
+        cache: an `HLACache`, or a `DynamicCache`, where it takes the place of keys and values before the first token.
+        index: the number of the layer in the model.
+
+    Raises:
+        DTypeError: another kind of cache.
+        OptionError: a `DynamicCache` that has keys and values of this layer, or no layer of that number.
+    """
+    if not isinstance(cache, (HLACache, DynamicCache)):
+        raise DTypeError(
+            message("cache", "an HLACache or a DynamicCache", type(cache).__name__,
+                    "Leave cache_implementation alone: the state has a constant size anyway.")
+        )  # fmt: skip
+    if isinstance(cache, DynamicCache) and index == len(cache.layers):
+        cache.layers.append(HLACacheLayer())
+    if not is_integer(index) or not 0 <= index < len(cache.layers):
+        raise OptionError(
+            message("index", f"the number of one of {len(cache.layers)} layers", repr(index), "Pass block.layer_idx.")
+        )
+    found = cache.layers[index]
+    if isinstance(found, HLACacheLayer):
+        return found
+    if found.get_seq_length() > 0:
+        raise OptionError(
+            message("cache", "no tokens in it that this layer has not seen", f"{found.get_seq_length()}",
+                    "Keys and values of another attention say nothing here: begin with an empty cache.")
+        )  # fmt: skip
+    cache.layers[index] = made = HLACacheLayer()
+    return made
 
 
 def _alone(x: Tensor) -> Tensor:

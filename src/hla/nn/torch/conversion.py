@@ -247,8 +247,9 @@ def from_projections(
         if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.dtype.is_floating_point:
             got = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
             raise DTypeError(
-                message(name, "an nn.Linear, a floating matrix, or (matrix, bias)", got, "Pass its weight.")
-            )
+                message(name, "an nn.Linear, a floating matrix (out, in), or (matrix, bias)", got,
+                        "Pass its weight and bias; Conv1D of Transformers keeps (in, out): (weight.T, bias).")
+            )  # fmt: skip
     for name, (weight, bias) in parts.items():
         if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[:1]):
             got = f"{tuple(bias.shape)}" if isinstance(bias, Tensor) else type(bias).__name__

@@ -100,9 +100,11 @@ class SoftmaxAttention(nn.Module):
 
     def init_state(self, batch: int) -> SoftmaxState:
         """The state before the first token."""
-        weight = self.q_proj.weight
-        empty = weight.new_zeros(batch, 0, self.num_kv_heads, self.head_dim)
-        places = torch.zeros(batch, 0, dtype=torch.int64, device=weight.device)
+        return self._zeros(batch, self.q_proj.weight.device)
+
+    def _zeros(self, batch: int, device: torch.device) -> SoftmaxState:
+        empty = self.q_proj.weight.new_zeros(batch, 0, self.num_kv_heads, self.head_dim, device=device)
+        places = torch.zeros(batch, 0, dtype=torch.int64, device=device)
         return SoftmaxState(self._kind.type(empty, empty), places, places.sum(1))
 
     def forward(
@@ -123,7 +125,7 @@ class SoftmaxAttention(nn.Module):
                 return torch.cat([self(part) for part in torch.split(x, lengths, dim=1)], dim=1)
         whole = state is None and key_padding_mask is None and cu_seqlens is None
         if state is None:
-            state = self.init_state(x.shape[0])
+            state = self._zeros(x.shape[0], x.device)  # parameters may be elsewhere until they are used
         else:
             self._check_state(state, x)
         if key_padding_mask is None:
