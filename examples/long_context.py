@@ -8,7 +8,7 @@ First the model is trained for a few steps on sequences of --tokens bytes, of wh
 first process also trains a second model alone, on whole sequences, and compares losses and gradients. Then a step is
 made for sequences of growing length, and what a process sends and holds is shown.
 
-It needs `pip install "hla[torch]"`. Nothing is downloaded: the text is what ships with Python.
+It needs `pip install ".[torch]"`. Nothing is downloaded: the text is what ships with Python.
 """
 
 from __future__ import annotations

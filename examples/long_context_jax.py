@@ -4,7 +4,7 @@
     python examples/long_context_jax.py --tokens 65536 --steps 50
     python examples/long_context_jax.py --real --devices 8             # the accelerators that are there
 
-It needs `pip install "hla[jax]"`. Each step's batch is one piece of text of that many tokens, a slice on each device;
+It needs `pip install ".[jax]"`. Each step's batch is one piece of text of that many tokens, a slice on each device;
 parameters are the same everywhere. Losses and gradients are compared with those of one device that has the whole text.
 Then follow the bytes that a device sends in a step and its memory, as the text grows.
 """

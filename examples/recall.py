@@ -12,7 +12,7 @@ All mixers have the same projections, convolution, norms, gate, decay, MLP, init
 its best learning rate by the validation data. Where softmax, the control, stays below --control, the whole comparison
 is marked INVALID and the exit status is 1. Finished cells are kept: the same command continues where another one ended.
 
-It needs `pip install "hla[torch,cli]"`; without rich there is no progress bar, without matplotlib no picture.
+It needs `pip install ".[torch,cli]"`; without rich there is no progress bar, without matplotlib no picture.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     python examples/train_lm.py --out runs/book --text book.txt --resume
     python examples/train_lm.py --mixer hla2,ahla,linear_attention,softmax --out runs/compared
 
-It needs `pip install "hla[torch,cli]"`; without rich there is no progress bar, without matplotlib no picture.
+It needs `pip install ".[torch,cli]"`; without rich there is no progress bar, without matplotlib no picture.
 
 A run can end at any moment, by Ctrl-C or kill -9: `--resume` continues from the last checkpoint as if nothing had
 happened. On a CPU with the same number of threads every later loss is the same, bit for bit.
@@ -66,10 +66,10 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         ("validate-every", 100, "steps between validations"),
         ("validation-rows", 64, "rows, evenly from the last 5%% of the text"),
         ("checkpoint-every", 100, "steps between checkpoints"),
-        ("sample", 300, "bytes to generate after training"),
         ("threads", torch.get_num_threads(), "of the CPU"),
     ):
         add(f"--{name}", type=positive, default=default, help=f"{meaning} (%(default)s)")
+    add("--sample", type=count, default=300, help="bytes to generate after training, 0 for none (%(default)s)")
     add("--dropout", type=float, default=0.0, help="probability that a feature is dropped (%(default)s)")
     add("--lr", type=not_negative, default=3e-3, help="peak of the learning rate (%(default)s)")
     add("--seed", type=int, default=0, help="of parameters, batches and samples (%(default)s)")
@@ -79,6 +79,10 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     add("--prompt", type=some, default="def __init__(self, ", help="what the sample begins with (%(default)r)")
     add("--temperature", type=not_negative, default=0.7, help="of the sample (%(default)s)")
     found = parser.parse_args(words)
+    if found.device == "cuda" and not gpu:
+        parser.error("argument --device: this PyTorch sees no GPU; use cpu")
+    if found.resume and not found.out.exists():
+        parser.error(f"argument --resume: there is no folder {found.out}; check --out, or start without --resume")
     found.mixer = list(dict.fromkeys(found.mixer.split(",")))
     found.precision = found.precision or ("bfloat16" if found.device == "cuda" else "float32")
     return found
@@ -86,8 +90,13 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 
 def positive(word: str) -> int:
     """A number ≥ 1."""
-    if int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word} is not at least 1")
+    return count(word, 1)
+
+
+def count(word: str, least: int = 0) -> int:
+    """A number ≥ `least`."""
+    if int(word) < least:
+        raise argparse.ArgumentTypeError(f"{word} is not at least {least}")
     return int(word)
 
 

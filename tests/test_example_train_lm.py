@@ -270,6 +270,21 @@ def test_folders_are_refused(text: Path, tmp_path: Path) -> None:
     assert log.read_text() == "of another"
 
 
+def test_what_is_not_there(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, mistyped = load(), tmp_path / "rnu"
+    monkeypatch.setattr(script.torch.cuda, "is_available", lambda: False)
+    for more, says in (
+        (["--resume"], f"argument --resume: there is no folder {mistyped}; check --out, or start without --resume"),
+        (["--device", "cuda"], "argument --device: this PyTorch sees no GPU; use cpu"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            script.main([*words(text, mistyped), *more])
+        assert says in capsys.readouterr().err
+        assert not mistyped.exists()
+
+
 def test_resume_without_a_checkpoint(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = load()
     data = script.Text(text, 24)

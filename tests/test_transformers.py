@@ -428,6 +428,13 @@ def test_smoothed_labels(tmp_path: Path) -> None:
     assert float(found.detach()) == pytest.approx(float(want.detach()), rel=1e-5)  # Transformers computes it in float32
 
 
+def test_config_of_numpy_numbers_can_be_saved(tmp_path: Path) -> None:
+    config = HLAConfig(hidden_size=np.int64(24), num_attention_heads=np.int32(6), dropout=np.float32(0.25))
+    config.save_pretrained(tmp_path)
+    again = HLAConfig.from_pretrained(tmp_path)
+    assert (again.hidden_size, again.num_attention_heads, again.num_key_value_heads, again.dropout) == (24, 6, 6, 0.25)
+
+
 def test_trainer_leaves_decays_and_norms_to_the_gradient() -> None:
     """Weight decay would pull every γ to ½."""
     pytest.importorskip("accelerate")

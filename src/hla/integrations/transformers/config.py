@@ -122,10 +122,11 @@ class HLAConfig(PretrainedConfig):
                     message("attention", "options that the model does not set itself", name, _ELSEWHERE[name])
                 )
         told = self.to_model_config()
+        for own, name in _NAMES.items():
+            setattr(self, name, _as_lists(getattr(told, own)))
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         self.intermediate_size = told.inner
-        self.layers = _as_lists(self.layers)
         self.attention = {name: _as_lists(value) for name, value in told.attention.items()}
         super().__post_init__(**kwargs)
 
