@@ -58,7 +58,7 @@ def group(*names: str) -> list[str]:
 
 
 def checks(name: str, *, default: bool = True) -> Callable[[Callable[[nox.Session], None]], Callable[..., None]]:
-    """A session. Its environment goes when it has passed, except with -r and -R: all of them are 12 GB."""
+    """A session. Its environment goes when it has passed, except with -r and -R: all of them are 13 GB."""
 
     def register(function: Callable[[nox.Session], None]) -> Callable[..., None]:
         @nox.session(name=name, default=default)
@@ -67,7 +67,7 @@ def checks(name: str, *, default: bool = True) -> Callable[[Callable[[nox.Sessio
             function(session)
             environment = session.virtualenv
             if isinstance(environment, VirtualEnv) and not environment.reuse_existing:
-                shutil.rmtree(environment.location)
+                shutil.rmtree(environment.location, ignore_errors=True)
 
         return run
 

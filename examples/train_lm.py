@@ -28,10 +28,10 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +54,11 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--text", type=Path, help="file to learn; by default the text that ships with Python: its topics and modules")
     add("--out", type=Path, default=Path("runs/lm"), help="folder of all results (%(default)s)")
-    add("--resume", action="store_true", help="continue what is in --out; with the same options")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue what is in --out, with the same options; where there is no checkpoint yet, start",
+    )
     add("--mixer", default="hla2", help="hla2, ahla, hla3, linear_attention, softmax, or several with commas between")
     for name, default, meaning in (
         ("width", 128, "features of the residual stream"),
@@ -95,14 +99,18 @@ def positive(word: str) -> int:
 
 def count(word: str, least: int = 0) -> int:
     """A number ≥ `least`."""
-    if int(word) < least:
-        raise argparse.ArgumentTypeError(f"{word} is not at least {least}")
+    if not word.lstrip("+-").isdecimal() or int(word) < least:
+        raise argparse.ArgumentTypeError(f"{word} is no whole number of at least {least}")
     return int(word)
 
 
 def not_negative(word: str) -> float:
     """A finite number ≥ 0."""
-    if not 0 <= float(word) < math.inf:
+    try:
+        fits = 0 <= float(word) < math.inf
+    except ValueError:
+        fits = False
+    if not fits:
         raise argparse.ArgumentTypeError(f"{word} is not a finite number of at least 0")
     return float(word)
 
@@ -327,18 +335,22 @@ def progress(run: Run, total: int) -> Iterator[Callable[[str, bool], object]]:
         yield lambda words, news: bar.update(task, completed=run.step, words=words)
 
 
-def own(file: TextIO, folder: Path) -> None:
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
     """An error if another process trains in this folder. The lock goes with the process, however that ends."""
-    if find_spec("fcntl") is None:  # not on Windows
-        return
-    import fcntl
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        if find_spec("fcntl") is not None:  # not on Windows
+            import fcntl
 
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise SystemExit(f"error: another process trains in {folder}; wait for it, or choose another --out") from None
-    except OSError:
-        return  # a file system without locks
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                said = f"error: another process trains in {folder}; wait for it, or choose another --out"
+                raise SystemExit(said) from None
+            except OSError:  # a file system without locks
+                pass
+        yield
 
 
 def train(run: Run) -> None:
@@ -350,11 +362,10 @@ def train(run: Run) -> None:
         stop = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    run.folder.mkdir(parents=True, exist_ok=True)
-    before = signal.signal(signal.SIGINT, ask)
-    with (run.folder / "log.jsonl").open("a", encoding="utf-8") as log, progress(run, options.steps) as report:
-        own(log, run.folder)
-        log.truncate(0)
+    with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, ask))
+        log = stack.enter_context((run.folder / "log.jsonl").open("w", encoding="utf-8"))
+        report = stack.enter_context(progress(run, options.steps))
         log.writelines(json.dumps(entry) + "\n" for entry in run.log)
         while run.step < options.steps and not stop:
             entry = run.advance()
@@ -366,7 +377,6 @@ def train(run: Run) -> None:
             report(words, "validation" in entry)
             if stop or run.step % options.checkpoint_every == 0 or run.step == options.steps:
                 run.save()
-    signal.signal(signal.SIGINT, before)
     if stop:
         print(f"stopped after step {run.step}; --resume continues", file=sys.stderr)
         raise SystemExit(130)
@@ -384,7 +394,7 @@ def sample(run: Run) -> int:
     whole = torch.cat([prompt, made], 1)
     with torch.no_grad():
         state = run.model.eval()(whole, return_state=True)[1]
-    words = bytes(whole[0].tolist()).decode("utf-8", "replace")
+    words = bytes(whole[0].tolist()).decode("utf-8", "replace") if options.sample else ""
     print(f"\n--- {run.mixer} ---\n" + "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in words))
     caches = ", ".join(f"{human(cache_bytes(config, n))} at {name}" for name, n in LENGTHS.items())
     length = whole.shape[1]
@@ -471,11 +481,14 @@ def main(words: list[str] | None = None) -> None:
     runs = []
     try:
         for mixer, config in configs.items():
-            runs.append(Run(mixer, config, options, text))
-            train(runs[-1])
+            with alone(options.out / mixer):
+                runs.append(Run(mixer, config, options, text))
+                train(runs[-1])
         rows = [row(run, sample(run)) for run in runs]
         print("\n" + write_table(rows, text, options))
         draw(runs, text, options.out / "loss.png")
+    except BrokenPipeError:  # whoever read the output has gone
+        raise
     except OSError as error:  # no folder, no right, no space
         raise SystemExit(f"error: --out {options.out}: {error}; checkpoints stay, and --resume continues") from None
 

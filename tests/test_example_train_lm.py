@@ -89,7 +89,7 @@ def test_files(whole: tuple[Path, str]) -> None:
         expected.add("loss.png")
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert {x.name for x in out.iterdir()} == expected
-    assert {x.name for x in (out / "hla2").iterdir()} == {"log.jsonl", f"step-{STEPS:08d}"}
+    assert {x.name for x in (out / "hla2").iterdir()} == {".lock", "log.jsonl", f"step-{STEPS:08d}"}
 
 
 def test_table(whole: tuple[Path, str]) -> None:
@@ -244,11 +244,13 @@ def test_options_are_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert unequal.startswith("error: no MLP makes hla2 as large as softmax")
     with pytest.raises(SystemExit, match="2"):
         load().main(words(text, tmp_path / "run", steps=0))
-    assert "argument --steps: 0 is not at least 1" in capsys.readouterr().err
+    assert "argument --steps: 0 is no whole number of at least 1" in capsys.readouterr().err
     for name, word, said in (
         ("prompt", "", "it needs a byte to begin with"),
         ("temperature", "-1", "-1 is not a finite number of at least 0"),
         ("lr", "nan", "nan is not a finite number of at least 0"),
+        ("lr", "fast", "fast is not a finite number of at least 0"),
+        ("batch", "2.5", "2.5 is no whole number of at least 1"),
     ):
         with pytest.raises(SystemExit, match="2"):  # not after the training
             load().main(words(text, tmp_path / "run", **{name: word}))
@@ -263,10 +265,13 @@ def test_folders_are_refused(text: Path, tmp_path: Path) -> None:
     (tmp_path / "hla2").mkdir()
     log = tmp_path / "hla2" / "log.jsonl"
     log.write_text("of another")
-    with log.open() as other:
+    (tmp_path / "hla2" / "step-00000003").mkdir()  # half read, half removed: not looked at
+    handler = signal.getsignal(signal.SIGINT)
+    with (log.parent / ".lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         said = f"error: another process trains in {log.parent}; wait for it, or choose another --out"
-        assert refused(words(text, tmp_path, mixer="hla2")) == said
+        assert refused([*words(text, tmp_path, mixer="hla2"), "--resume"]) == said
+    assert signal.getsignal(signal.SIGINT) is handler
     assert log.read_text() == "of another"
 
 

@@ -282,6 +282,8 @@ def test_coldest_temperature_and_largest_count() -> None:
     logits = 9 * torch.from_numpy(np.random.default_rng(5).normal(size=(3, VOCABULARY))).float()
     for cold in (1e-20, 1e-40, 1e-320):
         assert torch.equal(probabilities(logits, cold), probabilities(logits, 0.0)), cold
+    shut = logits.index_fill(1, torch.tensor([2, 5]), -torch.inf)
+    assert torch.allclose(probabilities(shut, 1e300), (shut > -torch.inf) / (VOCABULARY - 2), rtol=1e-5, atol=0)
     assert torch.equal(probabilities(logits, 1.0, 10**30), probabilities(logits, 1.0, VOCABULARY))
 
 
@@ -597,6 +599,22 @@ def test_generation_is_not_shared() -> None:
     assert model.generate(tokens, 3).shape == (BATCH, 3)
 
 
+def test_whole_texts_need_no_table_of_queries_by_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = make(layers="softmax", num_layers=1), text()
+    own, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def looked_at(q: Any, k: Any, v: Any, mask: Any, *, is_causal: bool, **told: Any) -> Any:
+        seen.append((mask is None, is_causal))
+        return own(q, k, v, mask, is_causal=is_causal, **told)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", looked_at)
+    whole, state = model(tokens, return_state=True)
+    padded = model(tokens, key_padding_mask=torch.zeros(BATCH, TOKENS, dtype=torch.bool))
+    assert torch.allclose(whole, padded, rtol=0, atol=1e-10)
+    model.step(tokens[:, 0], state)
+    assert seen == [(True, True), (False, False), (False, False)]
+
+
 def test_states_of_softmax_layers_are_checked() -> None:
     """Nothing is rounded, and nothing broadcasts over heads, tokens or the batch."""
     model, tokens = make(layers="softmax", num_layers=1), text()
@@ -611,7 +629,9 @@ def test_states_of_softmax_layers_are_checked() -> None:
         ),
         (hla.OptionError, "past.keys: expected ", {"past": type(past)(past[0][:, :, :1], past[1])}),
         (hla.OptionError, "past.values: expected ", {"past": type(past)(past[0], past[1][:, :-1])}),
-        (hla.OptionError, "past.keys: expected ", {"places": places[:, :1]}),
+        (hla.OptionError, "places: expected ", {"places": places[:, :1]}),
+        (hla.DTypeError, "places: expected a torch.Tensor, got list", {"places": [1]}),
+        (hla.DTypeError, "past.keys: expected a torch.Tensor, got NoneType", {"past": type(past)(None, past[1])}),
         (hla.OptionError, "places: expected ", {"places": places[..., None]}),
         (hla.DTypeError, "places: expected torch.int64, got torch.int32", {"places": places.int()}),
         (hla.ShapeError, "position: expected a batch of", {"position": own.position[:1]}),

@@ -229,6 +229,7 @@ def test_sizes_of_states(layer: Any) -> None:
     for batch in (-1, 2.0, (2,), True):
         refused(OPTION, "batch: expected an integer ≥ 0", lambda b=batch: layer.init_state(b))
         refused(OPTION, "batch: expected an integer ≥ 0", lambda b=batch: layer.flops(TOKENS, b))
+        refused(OPTION, "batch: expected an integer ≥ 0", lambda b=batch: layer.state_bytes(b))
 
 
 def test_bidirectional_layers_have_no_state(layer: Any) -> None:

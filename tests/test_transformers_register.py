@@ -579,6 +579,11 @@ def test_refused_options() -> None:
     assert "hla4" not in ALL_ATTENTION_FUNCTIONS.valid_keys()
 
 
+def test_decays_that_round_to_zero() -> None:
+    register("hla2", prefix="t-", decay=[1e-50, 0.9, 0.8])
+    assert torch.isfinite(make(attention="t-hla2").float()(text()).logits).all()
+
+
 # --- conversion ------------------------------------------------------------------------------------------------------
 
 
@@ -653,12 +658,35 @@ def test_states_in_the_cache_that_generate_makes() -> None:
     softmax = make(attention="sdpa")(tokens, use_cache=True)[CACHE]
     for kind, says, call in (
         (hla.OptionError, f"that this layer has not seen, got {TOKENS}", lambda: cache_layer(softmax, 0)),
-        (hla.OptionError, f"index: expected the number of one of {DEPTH}", lambda: cache_layer(cache, DEPTH + 1)),
+        (hla.OptionError, f"index: expected the number of one of {DEPTH}", lambda: cache_layer(cache, DEPTH)),
+        (hla.OptionError, "index: expected the number of one of", lambda: cache_layer(DynamicCache(), -1)),
         (hla.DTypeError, "an HLACache or a DynamicCache, got StaticCache",
          lambda: cache_layer(transformers.StaticCache(config=model.config, max_cache_len=40), 0)),
     ):  # fmt: skip
         with pytest.raises(kind, match=says):
             call()
+
+
+def test_a_layer_of_softmax_beside_states() -> None:
+    """Masks have the sizes of its keys, so it never sees too little; the layer of states refuses them in a later piece."""
+    model, tokens = make(attention="sdpa"), text()
+    model, report = hla.nn.convert(model, "hla2", blocks={LlamaAttention: rebuilt}, skip=["model.layers.1.self_attn"])
+    assert len(report.replaced) == DEPTH - 1
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        want = model(tokens, use_cache=False).logits
+        first = model(tokens[:, :4], **{CACHE: cache}).logits
+        assert_close(first, want[:, :4], allowed(model, tokens)[:, :4])
+        with pytest.raises((hla.ShapeError, TypeError)):
+            model(tokens[:, 4:], **{CACHE: cache})
+
+
+def test_offloaded_states_come_back_and_others_stay() -> None:
+    layer = HLACacheLayer()
+    layer.advance(HigherOrderAttention(8, 2, device="meta").init_state(BATCH), 1)
+    layer.prefetch()  # was never offloaded
+    assert layer.state.position.device.type == "meta"
+    assert layer.home is None
 
 
 def rebuilt_gpt2(block: Any, **options: Any) -> Any:

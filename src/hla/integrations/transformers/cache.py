@@ -25,13 +25,15 @@ class HLACacheLayer(CacheLayerMixin):
 
     is_compileable = False
     is_croppable = False
-    is_sliding = False
+    is_sliding = True  # beside layers of keys and values Transformers takes the sizes of masks from those
     supports_early_init = False
 
     def __init__(self) -> None:
         super().__init__()
         self.state: Any = None
         self.seen = 0
+        self.home: torch.device | None = None
+        """Where the state was before it was offloaded."""
 
     def advance(self, state: Any, columns: int) -> None:
         """Take the state after so many columns more.
@@ -109,15 +111,15 @@ class HLACacheLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Move the state to the CPU."""
-        if self.state is not None:
-            self.device = self.state.position.device
+        if self.state is not None and self.home is None:
+            self.home = self.state.position.device
             self.state = self.state.map(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         """Move it back."""
-        if self.state is not None:
-            device = getattr(self, "device", torch.device("cpu"))
-            self.state = self.state.map(lambda x: x.to(device, non_blocking=True))
+        if self.state is not None and self.home is not None:
+            home, self.home = self.home, None
+            self.state = self.state.map(lambda x: x.to(home, non_blocking=True))
 
 
 class HLACache(Cache):
@@ -200,9 +202,10 @@ def cache_layer(cache: Any, index: int) -> HLACacheLayer:
             message("cache", "an HLACache or a DynamicCache", type(cache).__name__,
                     "Leave cache_implementation alone: the state has a constant size anyway.")
         )  # fmt: skip
-    if isinstance(cache, DynamicCache) and index == len(cache.layers):
-        cache.layers.append(HLACacheLayer())
-    if not is_integer(index) or not 0 <= index < len(cache.layers):
+    whole = is_integer(index) and index >= 0
+    while whole and cache.layer_class_to_replicate is not None and index >= len(cache.layers):
+        cache.layers.append(cache.layer_class_to_replicate())  # as for keys and values
+    if not whole or index >= len(cache.layers):
         raise OptionError(
             message("index", f"the number of one of {len(cache.layers)} layers", repr(index), "Pass block.layer_idx.")
         )

@@ -308,9 +308,10 @@ class HigherOrderAttention(nnx.Module):
 
     def state_bytes(self, batch: int = 1) -> int:
         """Bytes of the state of so many sequences, however long; 0 where not causal."""
+        count = check_count("batch", batch)
         if not self.options.causal:
             return 0
-        shapes: LayerState = jax.eval_shape(lambda: self._zeros(batch))
+        shapes: LayerState = jax.eval_shape(lambda: self._zeros(count))
         return shapes.nbytes
 
     def flops(self, length: int, batch: int = 1) -> int:

@@ -364,7 +364,8 @@ class HigherOrderAttention(nn.Module):
 
     def state_bytes(self, batch: int = 1) -> int:
         """Bytes of the state of so many sequences, however long; 0 where not causal."""
-        return self._zeros(batch, torch.device("meta")).nbytes if self.options.causal else 0
+        count = check_count("batch", batch)
+        return self._zeros(count, torch.device("meta")).nbytes if self.options.causal else 0
 
     def flops(self, length: int, batch: int = 1) -> int:
         """Floating-point operations of the forward pass over (batch, length, d_model), a multiply-add counted as two.

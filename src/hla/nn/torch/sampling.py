@@ -33,8 +33,9 @@ def probabilities(
     if temperature == 0:
         return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
     below = logits - logits.amax(-1, keepdim=True)  # 0 at the likeliest, which no temperature makes infinite
-    cold = max(temperature, torch.finfo(logits.dtype).tiny)
-    ordered, order = (below / cold).sort(dim=-1, descending=True, stable=True)
+    range_ = torch.finfo(logits.dtype)
+    divisor = min(max(temperature, range_.tiny), range_.max)
+    ordered, order = (below / divisor).sort(dim=-1, descending=True, stable=True)
     kept = ordered.softmax(-1)
     if top_k is not None:
         rank = torch.arange(kept.shape[-1], device=kept.device)

@@ -183,11 +183,11 @@ class SoftmaxAttention(nn.Module):
             )
         self._kind.check(state.past)
         own, rows = self.q_proj.weight.dtype, x.shape[0]
-        length = state.places.shape[1] if state.places.ndim > 1 else 0
-        heads = (rows, length, self.num_kv_heads, self.head_dim)
+        length = next((y.shape[1] for y in (*state.past, state.places) if isinstance(y, Tensor) and y.ndim > 1), 0)
         for name, y in zip(("keys", "values"), state.past, strict=True):
-            narrow = torch.float64 not in (own, y.dtype) and y.dtype.is_floating_point  # autocast changes among these
-            check_field(f"past.{name}", y, heads, y.dtype if narrow else own, x)
+            narrow = isinstance(y, Tensor) and y.dtype.is_floating_point and torch.float64 not in (own, y.dtype)
+            dtype = y.dtype if narrow else own  # autocast changes among the narrow ones
+            check_field(f"past.{name}", y, (rows, length, self.num_kv_heads, self.head_dim), dtype, x)
         check_field("places", state.places, (rows, length), torch.int64, x)
         check_field("position", state.position, (rows,), torch.int64, x)
 
