@@ -668,7 +668,7 @@ def test_states_in_the_cache_that_generate_makes() -> None:
 
 
 def test_a_layer_of_softmax_beside_states() -> None:
-    """Masks have the sizes of its keys, so it never sees too little; the layer of states refuses them in a later piece."""
+    """Masks have the sizes of its keys, so it never sees too little; the layer of states refuses a later piece."""
     model, tokens = make(attention="sdpa"), text()
     model, report = hla.nn.convert(model, "hla2", blocks={LlamaAttention: rebuilt}, skip=["model.layers.1.self_attn"])
     assert len(report.replaced) == DEPTH - 1
