@@ -1,4 +1,5 @@
-"""What the benchmarks share: turns of all contenders within a run, the machine, and a number beside its target."""
+"""What the benchmarks share: turns of all contenders within a run, the machine, a number beside its target, an
+optimizer."""
 
 from __future__ import annotations
 
@@ -29,6 +30,16 @@ def machine() -> str:
 def verdict(name: str, value: str, target: str, reached: bool) -> str:
     """One line: a number, its target, and whether it is reached."""
     return f"{name}: {value} (target {target}: {'reached' if reached else 'NOT reached'})"
+
+
+def adamw(model: Any, lr: float) -> Any:
+    """The optimizer of the trainings, with weight decay for matrices alone: it would pull on decays."""
+    import torch
+
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
 def place_of(library: str) -> Any:

@@ -15,7 +15,7 @@ import math
 from pydoc_data.topics import topics
 
 import torch
-from common import machine
+from common import adamw, machine
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -66,9 +66,7 @@ def train(model: nn.Module, data: Tensor, steps: int, lr: float, seed: int, mark
     """Validation losses after so many steps; the batches are those of the seed."""
     train_part, held_out = data[: -len(data) // 20], data[-len(data) // 20 :]
     dice = torch.Generator().manual_seed(seed)
-    matrices, others = ([p for p in model.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+    optimizer = adamw(model, lr)
     found = {0: validate(model, held_out)}
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine
+from common import adamw, machine
 from torch import Tensor
 
 import hla
@@ -88,9 +88,7 @@ def run(
     torch.manual_seed(options.seed)
     config = ModelConfig(256, options.width, 2, options.heads, layers=operator, attention=SETTINGS[setting])
     model = Decoder(config, device=options.device)
-    matrices, others = ([p for p in model.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+    optimizer = adamw(model, lr)
     warmup, window = max(1, steps // 20), torch.arange(options.tokens + 1)
     losses: list[float] = []
     gradients: list[float] = []

@@ -51,24 +51,11 @@ def check_count(name: str, value: Any, what: str = "the number of sequences") ->
     return int(value)
 
 
-def batch_of(tokens: Sequence[Any], axis: int | None, cu_seqlens: Any = None) -> tuple[int, ...] | None:
-    """The batch axes of a state of these q, k and v; None where they cannot be, as the operator says. Without a time
-    axis they are single tokens."""
-    try:
-        shapes = [list(x.shape) for x in tokens]
-        for shape in shapes:
-            if axis is not None:
-                del shape[axis]
-            del shape[-1]
-        batch = arrays.broadcast_shapes(*map(tuple, shapes))
-        return batch if cu_seqlens is None else (len(cu_seqlens) - 1, *batch)
-    except (AttributeError, IndexError, TypeError, ValueError):
-        return None
-
-
-def check_batch(state: Any, batch: tuple[int, ...]) -> None:
-    """ShapeError unless the state's own fields have exactly this batch; all else is checked by the operator."""
-    if getattr(type(state), "spec", None) is None:
+def check_batch(state: Any, tokens: Sequence[Any], axis: int | None, cu_seqlens: Any = None) -> None:
+    """ShapeError unless the state's own fields have exactly the batch of these q, k and v, whose time axis this is, or
+    None for single tokens; all else is checked by the operator."""
+    batch = None if getattr(type(state), "spec", None) is None else _batch_of(tokens, axis, cu_seqlens)
+    if batch is None:
         return
     for field, x in zip(state._fields, state, strict=True):
         if field == "key_moment":  # stored once for each key/value head
@@ -79,3 +66,17 @@ def check_batch(state: Any, batch: tuple[int, ...]) -> None:
                 message(f"state.{field}", f"the batch axes {batch} of these tokens", f"{axes}",
                         "A state serves the batch that it was made for.")
             )  # fmt: skip
+
+
+def _batch_of(tokens: Sequence[Any], axis: int | None, cu_seqlens: Any) -> tuple[int, ...] | None:
+    """The batch axes of a state of these q, k and v; None where they cannot be, as the operator says."""
+    try:
+        shapes = [list(x.shape) for x in tokens]
+        for shape in shapes:
+            if axis is not None:
+                del shape[axis]
+            del shape[-1]
+        batch = arrays.broadcast_shapes(*map(tuple, shapes))
+        return batch if cu_seqlens is None else (len(cu_seqlens) - 1, *batch)
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return None

@@ -21,6 +21,7 @@ class HLACacheLayer(CacheLayerMixin):
     Attributes:
         state: a `LayerState`, the keys and values of a softmax layer, or None before the first token.
         seen: how many columns of tokens went by, padding included, as Transformers counts.
+        home: where the state was before it was offloaded; None where it is not.
     """
 
     is_compileable = False
@@ -33,7 +34,6 @@ class HLACacheLayer(CacheLayerMixin):
         self.state: Any = None
         self.seen = 0
         self.home: torch.device | None = None
-        """Where the state was before it was offloaded."""
 
     def advance(self, state: Any, columns: int) -> None:
         """Take the state after so many columns more.
@@ -193,9 +193,24 @@ def cache_layer(cache: Any, index: int) -> HLACacheLayer:
         cache: an `HLACache`, or a `DynamicCache`, where it takes the place of keys and values before the first token.
         index: the number of the layer in the model.
 
+    Returns:
+        The layer of the cache: call with its `state`, then `advance` it.
+
     Raises:
         DTypeError: another kind of cache.
         OptionError: a `DynamicCache` that has keys and values of this layer, or no layer of that number.
+
+    Example:
+        >>> import torch
+        >>> from transformers import DynamicCache
+        >>> from hla.integrations.transformers import cache_layer
+        >>> from hla.nn.torch import HigherOrderAttention
+        >>> layer, x, own = HigherOrderAttention(32, 4), torch.randn(2, 7, 32), cache_layer(DynamicCache(), 0)
+        >>> for part in x.split([4, 3], dim=1):
+        ...     y, state = layer(part, own.state, return_state=True)
+        ...     own.advance(state, part.shape[1])
+        >>> own.seen, torch.allclose(y, layer(x)[:, 4:], atol=1e-5)
+        (7, True)
     """
     if not isinstance(cache, (HLACache, DynamicCache)):
         raise DTypeError(

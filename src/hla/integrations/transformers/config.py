@@ -127,7 +127,6 @@ class HLAConfig(PretrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         self.intermediate_size = told.inner
-        self.attention = {name: _as_lists(value) for name, value in told.attention.items()}
         super().__post_init__(**kwargs)
 
     def to_model_config(self) -> ModelConfig:
@@ -158,4 +157,6 @@ def _translated() -> Iterator[None]:
 
 def _as_lists(value: Any) -> Any:
     """As JSON gives it back."""
+    if isinstance(value, dict):
+        return {name: _as_lists(x) for name, x in value.items()}
     return [_as_lists(x) for x in value] if isinstance(value, (list, tuple)) else value

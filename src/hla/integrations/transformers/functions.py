@@ -17,7 +17,7 @@ import hla
 from hla import arrays, features
 from hla.errors import DTypeError, OptionError, ShapeError, message
 from hla.nn.options import OPERATORS, OperatorOptions, read_operator_options
-from hla.nn.torch.parts import above_zero
+from hla.nn.torch.parts import accumulation_dtype, fixed_decays
 
 _HARMLESS = frozenset({
     "cache_position", "is_causal", "labels", "layer_idx", "logits_to_keep", "max_length_k", "max_length_q",
@@ -168,11 +168,9 @@ def _attend(
             )  # fmt: skip
         decay = decays[0]
         if len(decays) > 1:
-            wide = torch.float64 if value.dtype == torch.float64 else torch.float32
-            decay = above_zero(torch.tensor(decays, device=value.device, dtype=wide))[:, None]
+            decay = fixed_decays(decays, value)
     if feature_map != "identity":
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        query, key = (hla.feature_map(x.to(wide), feature_map) for x in (query, key))
+        query, key = (hla.feature_map(x.to(accumulation_dtype(x)), feature_map) for x in (query, key))
     o = getattr(hla, options.operator)(
         query.view(batch, kv_heads, heads // kv_heads, length, d),
         key[:, :, None],

@@ -10,7 +10,7 @@ from jax import Array
 
 import hla
 from hla.nn.options import OperatorOptions, read_operator_options
-from hla.nn.refusals import batch_of, check_batch, no_state
+from hla.nn.refusals import check_batch, no_state
 
 
 class HigherOrderOperator(nnx.Module):
@@ -105,9 +105,7 @@ class HigherOrderOperator(nnx.Module):
             OptionError, ShapeError, DTypeError: as the operators; a state of another batch is a ShapeError.
         """
         options = self.options
-        batch = None if state is None else batch_of((q, k, v), axis, cu_seqlens)
-        if batch is not None:
-            check_batch(state, batch)
+        check_batch(state, (q, k, v), axis, cu_seqlens)
         return getattr(hla, options.operator)(
             q,
             k,
@@ -141,9 +139,7 @@ class HigherOrderOperator(nnx.Module):
         """
         if not self.options.causal:
             raise no_state("step")
-        batch = batch_of((q_t, k_t, v_t), None)
-        if batch is not None:
-            check_batch(state, batch)
+        check_batch(state, (q_t, k_t, v_t), None)
         return hla.step(state, q_t, k_t, v_t, **self.options.keywords(decay, log_decay, token_mask))
 
     def init_state(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import hla
 from hla.nn.options import OperatorOptions, read_operator_options
-from hla.nn.refusals import batch_of, check_batch, no_state
+from hla.nn.refusals import check_batch, no_state
 from hla.nn.torch.slices import Kept
 
 
@@ -130,7 +130,7 @@ class HigherOrderOperator(nn.Module):
             "chunk_size": options.chunk_size,
         }
         if group is None:
-            self._check_state(q, k, v, state, cu_seqlens, axis)
+            check_batch(state, (q, k, v), axis, cu_seqlens)
             return getattr(hla, options.operator)(
                 q, k, v, **self.options.keywords(decay, log_decay, token_mask), **given
             )
@@ -138,7 +138,7 @@ class HigherOrderOperator(nn.Module):
 
         refusal: Exception | None = None
         try:
-            self._check_state(q, k, v, state, cu_seqlens, axis)
+            check_batch(state, (q, k, v), axis, cu_seqlens)
             given |= self.options.keywords(decay, log_decay, token_mask)
         except Exception as error:  # the other ranks have to hear of it
             refusal = error
@@ -163,9 +163,7 @@ class HigherOrderOperator(nn.Module):
         """
         if not self.options.causal:
             raise no_state("step")
-        batch = batch_of((q_t, k_t, v_t), None)
-        if batch is not None:
-            check_batch(state, batch)
+        check_batch(state, (q_t, k_t, v_t), None)
         return hla.step(state, q_t, k_t, v_t, **self.options.keywords(decay, log_decay, token_mask))
 
     def init_state(
@@ -197,11 +195,6 @@ class HigherOrderOperator(nn.Module):
             normalize=options.normalize,
             ridge=options.ridge,
         )
-
-    def _check_state(self, q: Tensor, k: Tensor, v: Tensor, state: Any, cu_seqlens: Tensor | None, axis: int) -> None:
-        batch = None if state is None else batch_of((q, k, v), axis, cu_seqlens)
-        if batch is not None:
-            check_batch(state, batch)
 
     def extra_repr(self) -> str:
         """The options that are not at their defaults."""

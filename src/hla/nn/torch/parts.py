@@ -99,7 +99,7 @@ class FixedDecay(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Of the layer's input (B, T, d_model) → decay (Hkv, 1)."""
-        return {"decay": above_zero(torch.tensor(self.decays, device=x.device, dtype=accumulation_dtype(x)))[:, None]}
+        return {"decay": fixed_decays(self.decays, x)}
 
     def extra_repr(self) -> str:
         """The decays."""
@@ -123,7 +123,7 @@ class LearnedDecay(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Of the layer's input → decay (Hkv, 1)."""
-        return {"decay": above_zero(torch.sigmoid(self.bias.to(accumulation_dtype(self.bias))))[:, None]}
+        return {"decay": _above_zero(torch.sigmoid(self.bias.to(accumulation_dtype(self.bias))))[:, None]}
 
 
 class ForgetGate(nn.Module):
@@ -150,7 +150,12 @@ class ForgetGate(nn.Module):
         return {"log_decay": functional.logsigmoid(raised.to(dtype) + self.bias.to(dtype)).mT[:, :, None]}
 
 
-def above_zero(decay: Tensor) -> Tensor:
+def fixed_decays(decays: tuple[float, ...], x: Tensor) -> Tensor:
+    """γ of each key/value head (Hkv, 1), for operators on tensors like x."""
+    return _above_zero(torch.tensor(decays, device=x.device, dtype=accumulation_dtype(x)))[:, None]
+
+
+def _above_zero(decay: Tensor) -> Tensor:
     """γ, also where it has been rounded to 0, which operators do not take."""
     return decay.clamp_min(torch.finfo(decay.dtype).tiny)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hla.arrays import is_integer, is_number
 from hla.errors import OptionError, message
+from hla.nn.torch.parts import accumulation_dtype
 
 
 def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
@@ -29,7 +30,7 @@ def probabilities(
     `top_k` keeps the k likeliest; `top_p` then the fewest likeliest whose probabilities reach p, at least one. Of equal
     ones the lower index comes first. Temperature 0 keeps the likeliest alone.
     """
-    logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    logits = logits.to(accumulation_dtype(logits))
     if temperature == 0:
         return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
     below = logits - logits.amax(-1, keepdim=True)  # 0 at the likeliest, which no temperature makes infinite
