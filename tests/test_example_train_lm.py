@@ -255,7 +255,9 @@ def test_options_are_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureF
         with pytest.raises(SystemExit, match="2"):  # not after the training
             load().main(words(text, tmp_path / "run", **{name: word}))
         assert f"argument --{name}: {said}" in capsys.readouterr().err
+    handler = signal.getsignal(signal.SIGINT)
     assert "the loss is" in refused(words(text, tmp_path / "run", lr="1e30"))
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_folders_are_refused(text: Path, tmp_path: Path) -> None:
